@@ -1,0 +1,1 @@
+"""Benchmarks: what the guards cost, against the budgets. ``./run bench``."""

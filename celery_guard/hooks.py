@@ -1,0 +1,62 @@
+"""Signal receivers: messages that end without ever becoming a run.
+
+Celery has no other hook for them. Connected once, when the package is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import signals
+
+from celery_guard.execution import settle_before_run
+from celery_guard.guard import Guard
+from celery_guard.policies.header import GuardHeader
+
+__all__ = ["connect"]
+
+
+def _release_message(consumer: Any, message: Any) -> None:
+    header = GuardHeader.from_headers(getattr(message, "headers", None))
+    if header is not None and header.claim is not None and header.until != "expired":
+        Guard(consumer.app).release_later(header.claim, header.owner)
+
+
+def _on_unknown(sender: Any = None, message: Any = None, **_: Any) -> None:
+    """A task that this worker does not know: Celery discards the message."""
+    _release_message(sender, message)
+
+
+def _on_rejected(sender: Any = None, message: Any = None, **_: Any) -> None:
+    """A message that cannot be decoded, or is malformed: Celery discards it."""
+    _release_message(sender, message)
+
+
+def _on_ready(sender: Any = None, **_: Any) -> None:
+    """A worker begins to consume: Celery has no signal for a message whose body cannot be read, only this method."""
+    on_decode_error = sender.on_decode_error
+
+    def release_and_discard(message: Any, exc: Exception) -> Any:
+        _release_message(sender, message)
+        return on_decode_error(message, exc)
+
+    sender.on_decode_error = release_and_discard
+
+
+def _on_failure(sender: Any = None, **_: Any) -> None:
+    """A failure before the body began, for example in ``before_start``."""
+    if not getattr(sender, "guard_options", None):
+        return
+    request = sender.request_stack.top
+    # called_directly: the main process reports a lost child, GuardedRequest sees to that.
+    if request is None or request.called_directly or request.is_eager or "guard_run" in vars(request):
+        return
+    settle_before_run(sender, Guard(sender.app), request)
+
+
+def connect() -> None:
+    """Connect the receivers; again is harmless."""
+    signals.task_unknown.connect(_on_unknown, dispatch_uid="celery_guard.unknown", weak=False)
+    signals.task_rejected.connect(_on_rejected, dispatch_uid="celery_guard.rejected", weak=False)
+    signals.worker_ready.connect(_on_ready, dispatch_uid="celery_guard.ready", weak=False)
+    signals.task_failure.connect(_on_failure, dispatch_uid="celery_guard.failure", weak=False)

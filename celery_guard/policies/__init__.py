@@ -1,0 +1,1 @@
+"""Decisions without I/O: time, randomness and state come in as arguments."""
