@@ -160,7 +160,7 @@ class Execution:
 
     def _granted(self, result: BeginResult) -> None:
         self.run.fence = result.fence
-        fields: dict[str, Any] = {"task_id": self.run.task_id, "key": self.run.claim, "lock": self.run.lock}
+        fields: dict[str, Any] = {"task_id": self.run.task_id, "key": self.run.claim or self.run.lock, "lock": self.run.lock}
         if result.claim_lost:
             self.guard.announce("claim_expired_before_start", self.task, level=logging.WARNING, **fields)
         if self.run.lock is not None:
@@ -219,7 +219,7 @@ class Execution:
         raise AssertionError("unreachable")
 
     def _not_now(self, result: BeginResult, refusal: Refusal) -> None:
-        fields: dict[str, Any] = {"task_id": self.run.task_id, "key": self.run.claim, "lock": self.run.lock, "holder": result.holder_task_id}
+        fields: dict[str, Any] = {"task_id": self.run.task_id, "key": self.run.claim or self.run.lock, "lock": self.run.lock, "holder": result.holder_task_id}
         if result.outcome is BeginOutcome.BUSY:
             self._busy(refusal, result, fields)
         elif result.outcome is BeginOutcome.COPY_RUNNING:
@@ -332,8 +332,8 @@ class Execution:
             return
         if run.lock is not None:
             if result.slot_released:
-                held = round(time.monotonic() - run.started, 3)
-                self.guard.announce("lock_released", self.task, level=logging.DEBUG, task_id=run.task_id, key=run.claim, lock=run.lock, duration=held)
+                fields: dict[str, Any] = {"task_id": run.task_id, "key": run.claim or run.lock, "lock": run.lock}
+                self.guard.announce("lock_released", self.task, level=logging.DEBUG, duration=round(time.monotonic() - run.started, 3), **fields)
             else:
                 run.on_lost("expired")
 

@@ -18,6 +18,7 @@ MINIMUM_REDIS = (6, 2)
 def startup_findings(guard: Guard) -> Iterator[str]:
     """Everything that is worth a warning when a worker starts, one sentence each."""
     yield from version_warnings()
+    yield from guard.settings.warnings()
     try:
         yield from server_findings(guard.store.facts())
     except StoreUnavailable as exc:
@@ -30,7 +31,6 @@ def startup_findings(guard: Guard) -> Iterator[str]:
 def server_findings(facts: ServerFacts) -> Iterator[str]:
     """What is wrong with the lock store's server. What it does not tell is not held against it."""
     if facts.kind == "memory":
-        yield "guard_store_backend='memory' guards this one process only; set a Redis URL for more than one process"
         return
     version = _version(facts.version)
     if version is not None and version < MINIMUM_REDIS:
@@ -62,11 +62,7 @@ def task_findings(guard: Guard, task: Any) -> Iterator[str]:
             f"task {task.name!r} may run for {limit:g} s, but gives its lock up after max_hold={overlap.max_hold_seconds:g} s; "
             "raise max_hold or lower the time limit"
         )
-    if options.unique is not None and options.unique.ttl_seconds > 86400:
-        yield (
-            f"task {task.name!r} has unique ttl={options.unique.ttl_seconds:g} s, more than a day: "
-            "a claim whose message is lost blocks its key for that long (is it in milliseconds?)"
-        )
+    yield from options.warnings
 
 
 def _version(text: str | None) -> tuple[int, ...] | None:

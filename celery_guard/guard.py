@@ -171,7 +171,9 @@ class Guard:
             logger.log(level, "%s %s %s", getattr(sender, "name", sender), decision, shown, extra=extra)
         signal = signals.SIGNALS[decision]
         if signal.receivers:
-            signal.send(sender=sender, decision=decision, **fields)
+            # A receiver may name what its signal promises as plain parameters.
+            promised = dict.fromkeys(signal.providing_args)  # type: ignore[attr-defined]
+            signal.send(sender=sender, **{**promised, **fields, "decision": decision})
 
     def forget(self) -> None:
         """Drop store and heartbeat without closing anything: they belong to another process."""

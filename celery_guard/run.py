@@ -124,7 +124,7 @@ class Run(NoRun):
             return
         self.lost = True
         decision = "lock_lost" if reason == "taken" else "lock_expired"
-        fields: dict[str, Any] = {"task_id": self.task_id, "key": self.key, "lock": self.lock, "fence": self.fence}
+        fields: dict[str, Any] = {"task_id": self.task_id, "key": self.claim or self.lock, "lock": self.lock, "fence": self.fence}
         held = round(time.monotonic() - self.started, 3)
         self._guard.announce(decision, self._task, level=logging.WARNING, duration=held, reason=reason, **fields)
         if self.overlap is not None and self.overlap.on_lost == "abort":

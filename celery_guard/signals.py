@@ -11,9 +11,10 @@ The sender is the task (object, not name; the name as text where the process doe
 task). A receiver takes ``**kwargs``, since later versions add data. An exception in a receiver is
 logged by Celery and changes nothing.
 
-Every signal carries ``task_id``, ``key`` (resource key: what is guarded), ``lock`` (name of the
-lock or claim in the store), ``decision`` (the name of the signal) and what is listed with it below;
-a value that is not known is None. Durations are seconds.
+Every signal carries ``task_id``, ``key`` (what is guarded: the claim's resource key, or the lock's
+for a task without ``unique``), ``lock`` (the lock's resource key, if one plays a part),
+``decision`` (the name of the signal) and what is listed with it below; a value that is not known is
+None. Durations are seconds.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ superseded = _signal("superseded", "reason", "holder")
 #: since the first of them.
 lock_acquired = _signal("lock_acquired", "fence", "attempt", "waited")
 
-#: A run gave its slot back. ``duration``: how long it was held.
-lock_released = _signal("lock_released", "duration")
+#: A run gave its slot back. ``duration``: how long it was held. ``reason``: "on behalf" if the
+#: worker's main process did it for a run that could not, else None.
+lock_released = _signal("lock_released", "duration", "reason")
 
 #: A running task lost its slot to another, or to an operator. ``fence``. ``duration``: since it was
 #: acquired. ``reason``: "taken".

@@ -135,7 +135,7 @@ class GuardedRequest(Request):
         def give_back() -> None:
             result = guard.store.end(request)
             if result.slot_released or result.claim_released:
-                guard.announce("lock_released", task, task_id=task_id, key=header.claim, lock=header.lock, reason="on behalf")
+                guard.announce("lock_released", task, task_id=task_id, key=header.claim or header.lock, lock=header.lock, reason="on behalf")
 
         guard.backlog.put(give_back)
 

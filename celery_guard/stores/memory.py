@@ -72,7 +72,7 @@ class MemoryStore:
                 self._claims[request.resource] = ClaimRecord(request.owner, request.task_id, ClaimState.QUEUED, now, now + request.ttl)
                 return ClaimResult(ClaimOutcome.CLAIMED)
             if held.owner != request.owner:
-                return ClaimResult(ClaimOutcome.HELD, held.task_id, held.state, now - held.since_at)
+                return ClaimResult(ClaimOutcome.HELD, held.task_id or None, held.state, now - held.since_at)
             self._claims[request.resource] = ClaimRecord(request.owner, request.task_id, ClaimState.QUEUED, held.since_at, now + request.ttl)
             return ClaimResult(ClaimOutcome.OWN)
 
@@ -119,7 +119,7 @@ class MemoryStore:
             others = claim is not None and claim.owner != request.owner
             if claim and others and request.contender:
                 return BeginResult(
-                    BeginOutcome.DUPLICATE, holder_task_id=claim.task_id, holder_state=claim.state, retry_in=claim.expires_at - now, crashes=starts
+                    BeginOutcome.DUPLICATE, holder_task_id=claim.task_id or None, holder_state=claim.state, retry_in=claim.expires_at - now, crashes=starts
                 )
             lost = others or (request.claim is not None and claim is None and not request.contender)
             fence = None
@@ -132,7 +132,7 @@ class MemoryStore:
                         self._claims[request.claim] = ClaimRecord(request.owner, request.task_id, ClaimState.QUEUED, since_at, now + request.claim_ttl)
                     first = lock.live(now)[0]
                     retry_in = first.expires_at - now
-                    return BeginResult(BeginOutcome.BUSY, claim_lost=lost, holder_task_id=first.task_id, retry_in=retry_in, crashes=starts)
+                    return BeginResult(BeginOutcome.BUSY, claim_lost=lost, holder_task_id=first.task_id or None, retry_in=retry_in, crashes=starts)
                 lock.settle()
             self._record_run(request, starts, lost, now)
             if request.claim is not None and not others:
@@ -146,7 +146,7 @@ class MemoryStore:
         if left <= 0:
             return None  # that run died, whatever its generation, and work is never dropped
         if run.token == request.token:
-            return self._granted_before(request, run)
+            return self._granted_before(request, run, now)
         if run.generation > request.generation:
             return BeginResult(BeginOutcome.STALE, retry_in=left)
         if run.generation < request.generation:
@@ -154,12 +154,12 @@ class MemoryStore:
         run.marked = True
         return BeginResult(BeginOutcome.COPY_RUNNING, retry_in=left)
 
-    def _granted_before(self, request: BeginRequest, run: RunRecord) -> BeginResult | None:
+    def _granted_before(self, request: BeginRequest, run: RunRecord, now: float) -> BeginResult | None:
         crashes = run.starts - 1 if request.max_crashes is not None else 0
         if request.lock is None:
             return BeginResult(BeginOutcome.RUN, claim_lost=run.claim_lost, crashes=crashes)
-        holder = self._locks.setdefault(request.lock, LockRecord()).holders.get(request.token)
-        return BeginResult(BeginOutcome.RUN, fence=holder.fence, claim_lost=run.claim_lost, crashes=crashes) if holder else None
+        holder = self._locks.setdefault(request.lock, LockRecord()).held_by(request.token, now)
+        return BeginResult(BeginOutcome.RUN, fence=holder.fence or None, claim_lost=run.claim_lost, crashes=crashes) if holder else None
 
     def _record_run(self, request: BeginRequest, starts: int, lost: bool, now: float) -> None:
         counted = request.max_crashes is not None
@@ -246,7 +246,7 @@ class MemoryStore:
             return ExtendResult(ExtendOutcome.LOST)
         if request.lock is not None:
             lock = self._locks.setdefault(request.lock, LockRecord())
-            if not (request.token in lock.holders if kept else lock.retake(request, now)):
+            if not (lock.held_by(request.token, now) if kept else lock.retake(request, now)):
                 return ExtendResult(ExtendOutcome.LOST)
             lock.holders[request.token] = replace(lock.holders[request.token], expires_at=now + request.lease)
             lock.settle()

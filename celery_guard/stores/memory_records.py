@@ -56,6 +56,11 @@ class LockRecord:
     def settle(self) -> None:
         self.listed_until = max((holder.expires_at for holder in self.holders.values()), default=None)
 
+    def held_by(self, token: str, now: float) -> Holder | None:
+        """The slot of a token, unless it has lapsed."""
+        holder = self.holders.get(token)
+        return holder if holder and holder.expires_at > now else None
+
     def live(self, now: float) -> list[Holder]:
         return sorted((holder for holder in self.holders.values() if holder.expires_at > now), key=lambda holder: (holder.expires_at, holder.token))
 

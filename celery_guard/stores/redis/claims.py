@@ -34,7 +34,7 @@ class RedisClaims:
         if reply == 1:
             return _OWN
         task_id, state, age = reply
-        return ClaimResult(ClaimOutcome.HELD, text(task_id), CLAIM_STATES[state], age / 1000)
+        return ClaimResult(ClaimOutcome.HELD, text(task_id) or None, CLAIM_STATES[state], age / 1000)
 
     def release_claim(self, resource: str, owner: str, ttl: float | None = None) -> bool:
         """See ``ClaimStore.release_claim``."""

@@ -24,20 +24,29 @@ __all__ = ["Link"]
 
 #: Waits while a server loads its data grow from the first to the second (seconds).
 _LOADING_WAIT = (0.05, 0.5)
-#: What a refusal means, by a word in the server's text, and what to do about it.
+_CLUSTER = "it is a cluster node; Redis Cluster is not part of this version, name a single server"
+_RIGHTS = "its user lacks rights: give it the keys of guard_key_prefix, and EVALSHA, EVAL, TIME and the commands on strings, hashes and sorted sets"
+#: What to do about a refusal, by a word in it. Redis-py takes the server's code off and puts it into the exception's
+#: class; where a script ran, servers before version 7 have it somewhere in the text.
 _REMEDIES = (
-    ("READONLY", "it is a replica; point guard_store_backend at the primary"),
-    ("MASTERDOWN", "it is a replica without its primary; point guard_store_backend at the primary"),
-    ("OOM", "its memory is full; raise maxmemory (the store needs the policy noeviction)"),
-    ("MISCONF", "it cannot save its data; look into its log"),
-    ("MOVED", "it is a cluster node; Redis Cluster is not part of this version, name a single server"),
-    ("CROSSSLOT", "it is a cluster node; Redis Cluster is not part of this version, name a single server"),
-    ("WRONGTYPE", "a key of another program has the name of ours; set another guard_key_prefix"),
-    ("NOPERM", "its user lacks rights: give it the keys of guard_key_prefix, the commands @scripting and those that the scripts call"),
-    ("permission", "its user lacks rights: give it the keys of guard_key_prefix, the commands @scripting and those that the scripts call"),
-    ("can't run this command", "its user lacks rights: give it the commands that the scripts call"),
-    ("unknown command", "it is older than Redis 6.2 or has commands renamed; use Redis 6.2 or later, or Valkey"),
+    (("ReadOnlyError", "READONLY"), "it is a replica; point guard_store_backend at the primary"),
+    (("MasterDownError", "MASTERDOWN"), "it is a replica without its primary; point guard_store_backend at the primary"),
+    (("OutOfMemoryError", "OOM"), "its memory is full; raise maxmemory (the store needs the policy noeviction)"),
+    (("MISCONF",), "it cannot save its data; look into its log"),
+    (("MovedError", "MOVED", "ClusterCrossSlotError", "CROSSSLOT"), _CLUSTER),
+    (("WRONGTYPE",), "a key of another program has the name of ours; set another guard_key_prefix"),
+    (("NoPermissionError", "NOPERM", "ACL failure", "can't run this command", "can't access"), _RIGHTS),
+    (("unknown command",), "it is older than Redis 6.2 or has commands renamed; use Redis 6.2 or later, or Valkey"),
 )
+
+
+def _is_about(exc: ResponseError, *words: str) -> bool:
+    told = f"{type(exc).__name__}: {exc}"
+    return any(word in told for word in words)
+
+
+def _is_replica(exc: ResponseError) -> bool:
+    return _is_about(exc, *_REMEDIES[0][0])
 
 
 class Link:
@@ -119,7 +128,7 @@ class Link:
             except (AuthenticationError, AuthorizationError) as exc:
                 raise self._unavailable(operation, f"it refused the login ({exc}); check user and password of guard_store_backend", uncertain) from exc
             except ResponseError as exc:
-                if "READONLY" not in str(exc) or retries <= 0:
+                if not _is_replica(exc) or retries <= 0:
                     raise self._refused(operation, exc, uncertain) from exc
                 # The primary moved: the address may lead to the new one by now.
                 self.close()
@@ -163,7 +172,7 @@ class Link:
             connection.send_packed_command([by_text], check_health=False)
             reply = connection.read_response()
         except ResponseError as exc:
-            if "READONLY" not in str(exc):
+            if not _is_replica(exc):
                 self._idle.append(connection)
             raise
         self._idle.append(connection)
@@ -172,8 +181,10 @@ class Link:
     def _refused(self, operation: str, exc: ResponseError, uncertain: bool) -> Exception:
         if isinstance(exc, NoPermissionError) and operation not in SCRIPTS:
             return exc
-        remedy = next((remedy for word, remedy in _REMEDIES if word in str(exc)), "look up this answer in the server's documentation")
-        return self._unavailable(operation, f"it refused the command ({exc}): {remedy}", uncertain)
+        remedy = next((remedy for words, remedy in _REMEDIES if _is_about(exc, *words)), "look up this answer in the server's documentation")
+        # A script that fails half-way leaves what it has written; on a replica and without memory it writes nothing.
+        half_done = "script" in str(exc) and not _is_about(exc, *_REMEDIES[0][0], *_REMEDIES[2][0])
+        return self._unavailable(operation, f"it refused the command ({exc}): {remedy}", uncertain or half_done)
 
     def _unavailable(self, operation: str, text: str, uncertain: bool) -> StoreUnavailable:
         address = self.target.address

@@ -29,7 +29,7 @@ end
 local function start_claim(key, index, resource, until_, claim, lease, ttl, owner, token, task_id)
   local since = claim and claim.since or now
   if until_ == 'executing' then
-    if claim then drop_claim(key, index, resource) end
+    drop_claim(key, index, resource) -- one that expired has an entry in the index still
   elseif until_ == 'expired' then
     write_claim(key, index, resource, not claim and ttl or nil, RUNNING, since, owner, token, task_id)
   else

@@ -3,7 +3,7 @@
 -- was granted a later number, since that run may have begun and ended in between.
 local function retake_slot(slots, holders, fence_key, token, limit, expires, fence, owner, task_id, worker)
   purge(slots, holders)
-  if redis.call('ZSCORE', slots, token) then return true end
+  if holds(slots, token) then return true end
   if redis.call('ZCARD', slots) >= limit then return false end
   local last = redis.call('GET', fence_key)
   if limit == 1 and last and tonumber(last) ~= fence then return false end

@@ -9,6 +9,11 @@ local function purge(slots, holders)
   if #lapsed > 0 then redis.call('ZREMRANGEBYSCORE', slots, '-inf', now) end
 end
 
+local function holds(slots, token)
+  local ends = redis.call('ZSCORE', slots, token)
+  return ends and tonumber(ends) > now
+end
+
 -- Returns fence and task id of a holder.
 local function holder_of(holders, token)
   local raw = redis.call('HGET', holders, token)
@@ -33,7 +38,7 @@ end
 -- grows even over a loss of the data; %.0f, because Lua's own conversion keeps 14 digits only.
 local function take_slot(slots, holders, fence_key, token, limit, expires, owner, task_id, worker)
   purge(slots, holders)
-  if redis.call('ZSCORE', slots, token) then return (holder_of(holders, token)) end
+  if holds(slots, token) then return (holder_of(holders, token)) end
   if redis.call('ZCARD', slots) >= limit then return nil end
   local fence = math.max(tonumber(redis.call('GET', fence_key) or 0) + 1, now_us)
   redis.call('SET', fence_key, string.format('%.0f', fence), 'PX', FENCE_MEMORY)

@@ -17,7 +17,7 @@ if run and run.state == FINISHED then
   if run.generation >= generation then return {COPY_FINISHED} end
 elseif run and run.token == token then
   -- Asked again because the answer was lost: the same grant, and not one more start.
-  if run.expires > now and (not has_lock or redis.call('ZSCORE', slots, token)) then
+  if run.expires > now and (not has_lock or holds(slots, token)) then
     return {RUN, has_lock and holder_of(holders, token) or 0, run.lost, counted and run.starts - 1 or 0}
   end
   starts = counted and run.starts - 1 or 0

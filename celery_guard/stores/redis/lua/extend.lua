@@ -29,7 +29,7 @@ for a = 1, #ARGV, 11 do
   local ok = kept or not (live or run and run.state == FINISHED)
   if ok and has_lock then
     if kept then
-      ok = redis.call('ZSCORE', slots, token)
+      ok = holds(slots, token)
     else
       ok = retake_slot(slots, holders, fence_key, token, tonumber(ARGV[a + 9]), now + lease, tonumber(ARGV[a + 10]), owner, task_id, ARGV[a + 4])
     end
