@@ -121,7 +121,7 @@ class Settings:
     )
     store_connect_timeout: Annotated[float, _duration("Longest wait for a connection to the store.")] = 2.0
     store_timeout: Annotated[float, _duration("Longest wait for the answer to one command.")] = 5.0
-    store_retries: Annotated[int, _whole("How often a command is repeated after a connection error or time-out.", at_least=0)] = 1
+    store_retries: Annotated[int, _whole("How often a command is repeated after its connection broke (never after a time-out).", at_least=0)] = 1
     store_max_connections: Annotated[int | None, _whole("Most connections to the store that one process opens; None: no limit.", at_least=1, optional=True)] = (
         None
     )

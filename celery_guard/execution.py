@@ -349,6 +349,7 @@ class Execution:
             claim=header.claim,
             until=header.until,
             claim_action=action,
+            task_id=run.task_id,
             claim_ttl=header.ttl,
             lock=run.lock,
             crashed=crashed,

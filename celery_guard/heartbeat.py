@@ -22,6 +22,8 @@ logger = logging.getLogger("celery_guard")
 
 #: The lease is renewed this many times within its length, so that two renewals may fail.
 RENEWALS_PER_LEASE = 3
+#: Seconds after which the end of a run no longer waits for an extension of it: the store's own time-outs are shorter.
+LONGEST_ROUND_TRIP = 20.0
 
 
 class Held(Protocol):
@@ -59,6 +61,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         self._next = float("inf")  # when the thread looks again; inf while it waits for a first run
         self._failures = 0
+        self._extending: set[int] = set()  # ids of the runs whose extension is under way
 
     def add(self, run: Held) -> None:
         """Begin to extend ``run``."""
@@ -70,12 +73,17 @@ class Heartbeat:
             due = self._monotonic() + run.lease / RENEWALS_PER_LEASE
             if due < self._next:
                 self._next = due
-                self._wake.notify()
+                self._wake.notify_all()
 
     def remove(self, run: Held) -> None:
-        """Stop extending ``run``; never blocks for long, never talks to the store."""
+        """Stop extending ``run``: when this returns, no extension of it is under way.
+
+        One that reached the store behind the run's end would take back what was just given back.
+        Blocks for the rest of one round trip at most.
+        """
         with self._wake:
             self._held.pop(id(run), None)
+            self._wake.wait_for(lambda: id(run) not in self._extending, LONGEST_ROUND_TRIP)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -90,17 +98,24 @@ class Heartbeat:
                     self._wake.wait(None if self._next == float("inf") else self._next - now)
                     now = self._monotonic()
                 runs = list(self._held.values())
+                self._extending = set(self._held)
             try:
                 self.beat(runs)
             except Exception:  # a fault here must not end the only thread that keeps locks alive
                 logger.exception("celery_guard: heartbeat failed")
                 self._failures += 1
+            self._extended()
             with self._wake:
                 shortest = min((run.lease for run in self._held.values()), default=float("inf"))
                 interval = shortest / RENEWALS_PER_LEASE
                 if self._failures:
                     interval = min(interval, 0.25 * 2 ** min(self._failures, 5))
                 self._next = self._monotonic() + interval
+
+    def _extended(self) -> None:
+        with self._wake:
+            self._extending = set()
+            self._wake.notify_all()
 
     def beat(self, runs: Sequence[Held]) -> None:
         """Extend ``runs`` once, in one round trip, and tell each how it went."""
@@ -120,6 +135,7 @@ class Heartbeat:
         try:
             results = self._extend([request for _, request in asked])
         except StoreUnavailable as exc:
+            self._extended()
             self._failures += 1
             logger.warning("celery_guard: heartbeat could not extend %d lease(s), trying again: %s", len(asked), exc)
             now = self._monotonic()
@@ -128,6 +144,7 @@ class Heartbeat:
                     run.on_lost("unreachable")
             return
         self._failures = 0
+        self._extended()  # before the runs are told: a receiver of lock_lost may be slow
         for (run, _), result in zip(asked, results, strict=True):
             if result.outcome is not ExtendOutcome.LOST:
                 run.extended = now

@@ -126,6 +126,7 @@ class GuardedRequest(Request):
             claim=header.claim,
             until=header.until,
             claim_action=action,
+            task_id=header.task_id,
             claim_ttl=header.ttl,
             lock=header.lock,
             crashed=crashed and action is ClaimAction.REQUEUE,

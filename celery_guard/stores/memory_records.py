@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from celery_guard.decisions import BeginRequest, ClaimState, ExtendRequest, Holder
 
@@ -68,6 +68,7 @@ class LockRecord:
         """Return the fence of a slot, or None when all are taken."""
         self.purge(now)
         if mine := self.holders.get(request.token):
+            self.holders[request.token] = replace(mine, expires_at=now + request.lease)
             return mine.fence
         if len(self.holders) >= request.limit:
             return None

@@ -57,9 +57,9 @@ class AgedData:
         self._client: Any = client
         self._prefix = prefix
 
-    def keys(self) -> list[bytes]:
+    def list_keys(self) -> list[bytes]:
         return sorted(self._client.scan_iter(match=f"{self._prefix}:*", count=1000))
 
     def advance(self, seconds: float) -> None:
-        keys = self.keys()
+        keys = self.list_keys()
         self._client.eval(_AGE, len(keys), *keys, round(seconds * 1000))

@@ -238,6 +238,17 @@ def test_repeated_begin_after_a_lapse_is_one_start(verbs: Verbs, advance: Advanc
     assert (result.outcome, result.crashes) == (BeginOutcome.RUN, 0)
 
 
+def test_same_execution_keeps_its_slot(verbs: Verbs, advance: Advance) -> None:
+    """Its record is over but its slot is not: it is granted under the fence that it has, for a new lease, and takes no second slot."""
+    fence = verbs.begin(lock="L", limit=2, max_crashes=5).fence
+    verbs.end(crashed=True)
+    advance(LEASE - 1)
+    result = verbs.begin(lock="L", limit=2, max_crashes=5)
+    assert (result.outcome, result.fence) == (BeginOutcome.RUN, fence)
+    advance(LEASE - 1)
+    assert verbs.holders() == ["t1"]
+
+
 # -------------------------------------------------------------------------- copies of a message
 
 

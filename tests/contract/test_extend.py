@@ -215,7 +215,7 @@ def test_many_at_once_in_order(verbs: Verbs, store: GuardStore) -> None:
     assert store.extend([]) == []
     requests = []
     for n in range(60):
-        claim, lock = ("c%d" % n if n % 2 else None), ("l%d" % n if n % 3 else None)
+        claim, lock = (f"c{n}" if n % 2 else None), (f"l{n}" if n % 3 else None)
         fence = verbs.begin(f"o{n}", f"t{n}", claim=claim, lock=lock).fence
         requests.append(ExtendRequest(f"o{n}", f"t{n}", 0, f"task-{n}", "w", LEASE, claim=claim, lock=lock, fence=fence))
     store.force_release_slot("l4", "t4")

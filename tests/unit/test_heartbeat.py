@@ -154,3 +154,56 @@ def test_a_fault_does_not_end_the_thread() -> None:
     heartbeat.add(run)
     assert second.wait(10)
     heartbeat.remove(run)
+
+
+def test_the_end_of_a_run_waits_for_an_extension_under_way() -> None:
+    """An extension that reaches the store behind the run's end would take back its lock: remove() returns when it is through."""
+    under_way, go = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def extend(requests: Sequence[ExtendRequest]) -> list[ExtendResult]:
+        under_way.set()
+        assert go.wait(10)
+        order.append("extended")
+        return [HELD for _ in requests]
+
+    heartbeat = Heartbeat(extend)
+    run = FakeRun(lease=0.03, now=time.monotonic())
+    heartbeat.add(run)
+    assert under_way.wait(10)
+    timer = threading.Timer(0.05, go.set)
+    timer.start()
+    heartbeat.remove(run)
+    order.append("removed")
+    timer.join()
+    assert order == ["extended", "removed"]
+
+
+def test_remove_waits_for_the_extension_under_way() -> None:
+    """An extension that arrives after the end of its run would take the slot again, for a whole lease."""
+    asked, go_on = threading.Event(), threading.Event()
+    answered: list[float] = []
+
+    def extend(requests: Sequence[ExtendRequest]) -> list[ExtendResult]:
+        asked.set()
+        go_on.wait(10)
+        answered.append(time.monotonic())
+        return [HELD for _ in requests]
+
+    heartbeat = Heartbeat(extend)
+    run = FakeRun(lease=0.03, now=time.monotonic())
+    heartbeat.add(run)
+    assert asked.wait(10)
+    removed: list[float] = []
+
+    def remove() -> None:
+        heartbeat.remove(run)
+        removed.append(time.monotonic())
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    go_on.set()
+    thread.join(10)
+    assert answered
+    assert removed
+    assert removed[0] >= answered[0]

@@ -38,7 +38,10 @@ end
 -- grows even over a loss of the data; %.0f, because Lua's own conversion keeps 14 digits only.
 local function take_slot(slots, holders, fence_key, token, limit, expires, owner, task_id, worker)
   purge(slots, holders)
-  if holds(slots, token) then return (holder_of(holders, token)) end
+  if holds(slots, token) then
+    redis.call('ZADD', slots, expires, token)
+    return (holder_of(holders, token))
+  end
   if redis.call('ZCARD', slots) >= limit then return nil end
   local fence = math.max(tonumber(redis.call('GET', fence_key) or 0) + 1, now_us)
   redis.call('SET', fence_key, string.format('%.0f', fence), 'PX', FENCE_MEMORY)
