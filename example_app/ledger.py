@@ -41,16 +41,17 @@ def record(what: str, **fields: Any) -> None:
 
 
 @contextmanager
-def run(task: Any, key: str, seconds: float) -> Iterator[None]:
+def run(task: Any, key: str, seconds: float, **details: Any) -> Iterator[None]:
     """Trace one run of a task.
 
     Args:
         task: The bound task.
         key: What the run works on.
         seconds: How long it is going to take.
+        **details: More for the reader of the file.
     """
     fields = {"task": task.name, "id": task.request.id, "key": key}
-    record("start", parent=os.getppid(), seconds=seconds, **fields)
+    record("start", parent=os.getppid(), seconds=seconds, **details, **fields)
     yield
     record("end", **fields)
 

@@ -16,9 +16,9 @@ from example_app.celery_app import app
 SOON = Backoff([0.3, 0.6, 1.0], jitter=0.3)
 
 
-def work(task: Any, key: str, seconds: float) -> str:
+def work(task: Any, key: str, seconds: float, **details: Any) -> str:
     """Work on ``key`` for ``seconds``."""
-    with ledger.run(task, key, seconds):
+    with ledger.run(task, key, seconds, **details):
         time.sleep(seconds)
     return key
 
@@ -28,6 +28,7 @@ def work(task: Any, key: str, seconds: float) -> str:
 
 @app.task(bind=True)
 def plain_rebuild_summary(self: Any, product_id: int) -> str:
+    """As often as it is dispatched."""
     return work(self, f"product:{product_id}", 0.3)
 
 
@@ -42,11 +43,15 @@ def rebuild_summary(self: Any, product_id: int) -> str:
 
 @app.task(bind=True)
 def plain_build_index(self: Any, index: str) -> str:
+    """As often as it is dispatched, beside itself."""
     return work(self, f"index:{index}", 0.5)
 
 
 @app.task(
-    bind=True, base=GuardedTask, unique=Unique(key="index:{index}", until="executing"), without_overlapping=WithoutOverlapping("index:{index}", lease=3, delay=SOON)
+    bind=True,
+    base=GuardedTask,
+    unique=Unique(key="index:{index}", until="executing"),
+    without_overlapping=WithoutOverlapping("index:{index}", lease=3, delay=SOON),
 )
 def build_index(self: Any, index: str) -> str:
     """Unique only while it waits: the claim is free as soon as the body starts."""
@@ -58,13 +63,14 @@ def build_index(self: Any, index: str) -> str:
 
 @app.task(bind=True)
 def plain_sync_stock(self: Any, tenant_id: int, delivery_id: int) -> str:
-    return work(self, f"tenant:{tenant_id}", 0.4)
+    """Whenever a process is free."""
+    return work(self, f"tenant:{tenant_id}", 0.4, delivery_id=delivery_id)
 
 
 @app.task(bind=True, base=GuardedTask, without_overlapping=WithoutOverlapping(key="tenant:{tenant_id}", lease=3, delay=SOON))
 def sync_stock(self: Any, tenant_id: int, delivery_id: int) -> str:
     """An execution lock: a run that finds it taken is postponed, without spending a retry."""
-    return work(self, f"tenant:{tenant_id}", 0.4)
+    return work(self, f"tenant:{tenant_id}", 0.4, delivery_id=delivery_id)
 
 
 # The same for a job of seconds, long enough to be killed in the middle.
@@ -72,13 +78,14 @@ def sync_stock(self: Any, tenant_id: int, delivery_id: int) -> str:
 
 @app.task(bind=True)
 def plain_import_prices(self: Any, tenant_id: int, file_id: int) -> str:
-    return work(self, f"tenant:{tenant_id}", 2.0)
+    """Whenever a process is free."""
+    return work(self, f"tenant:{tenant_id}", 2.0, file_id=file_id)
 
 
 @app.task(bind=True, base=GuardedTask, without_overlapping=WithoutOverlapping(key="tenant:{tenant_id}", lease=3, delay=SOON))
 def import_prices(self: Any, tenant_id: int, file_id: int) -> str:
     """The heartbeat keeps the lock for as long as the process lives, and no longer."""
-    return work(self, f"tenant:{tenant_id}", 2.0)
+    return work(self, f"tenant:{tenant_id}", 2.0, file_id=file_id)
 
 
 # The warehouse's interface answers two callers at once and bans the third.
@@ -86,13 +93,14 @@ def import_prices(self: Any, tenant_id: int, file_id: int) -> str:
 
 @app.task(bind=True)
 def plain_call_warehouse(self: Any, warehouse: str, order_id: int) -> str:
-    return work(self, f"warehouse:{warehouse}", 0.3)
+    """As many at once as there are processes."""
+    return work(self, f"warehouse:{warehouse}", 0.3, order_id=order_id)
 
 
 @app.task(bind=True, base=GuardedTask, without_overlapping=WithoutOverlapping(key="warehouse:{warehouse}", limit=2, lease=3, delay=SOON))
 def call_warehouse(self: Any, warehouse: str, order_id: int) -> str:
     """A lock with two slots."""
-    return work(self, f"warehouse:{warehouse}", 0.3)
+    return work(self, f"warehouse:{warehouse}", 0.3, order_id=order_id)
 
 
 # A shop's webhook is told of each event once, although it is dispatched twice, and of one event at a time.
@@ -100,7 +108,8 @@ def call_warehouse(self: Any, warehouse: str, order_id: int) -> str:
 
 @app.task(bind=True)
 def plain_deliver_webhook(self: Any, endpoint: str, event_id: int) -> str:
-    return work(self, f"endpoint:{endpoint}", 0.2)
+    """Each dispatch is a delivery."""
+    return work(self, f"endpoint:{endpoint}", 0.2, event_id=event_id)
 
 
 @app.task(
@@ -111,4 +120,4 @@ def plain_deliver_webhook(self: Any, endpoint: str, event_id: int) -> str:
 )
 def deliver_webhook(self: Any, endpoint: str, event_id: int) -> str:
     """Both guards on one task."""
-    return work(self, f"endpoint:{endpoint}", 0.2)
+    return work(self, f"endpoint:{endpoint}", 0.2, event_id=event_id)
