@@ -60,12 +60,12 @@ def dispatch(server: RedisServer, quick: bool) -> Iterator[Row]:
         plain = app.tasks["plain"]
         for task_name, at_least in (("unique", floor), ("unique_all", None)):
             guarded = app.tasks[task_name]
-            pair = interleaved(plain.delay, guarded.delay, calls_each=200, rounds=8 if quick else 40)
+            pair = interleaved(plain.delay, guarded.delay, calls_each=50, rounds=40 if quick else 200)
             note = f"plain {pair.plain * 1e6:.0f} µs, guarded {pair.guarded * 1e6:.0f} µs of CPU"
             yield Row(f"dispatch, plain ÷ {task_name}, {name}", pair.ratio, "", at_least=at_least, note=note)
             _clean(server)
         again = _Duplicate(app)
-        pair = interleaved(plain.delay, again, calls_each=200, rounds=8 if quick else 40)
+        pair = interleaved(plain.delay, again, calls_each=50, rounds=40 if quick else 200)
         yield Row(f"plain dispatch ÷ duplicate, {name}", pair.ratio, "", at_least=2.5 if broker is None else None, note=f"{pair.guarded * 1e6:.0f} µs of CPU")
         app.close()
         _clean(server)

@@ -157,6 +157,7 @@ class BeginResult:
         holder_state: State of the claim in the way, when DUPLICATE.
         retry_in: Seconds until what is in the way expires at the latest, when it is known.
         crashes: Runs of this message that began and never ended, this one not counted.
+        now_at: The store's time when BUSY, the one clock that all workers share; else None.
     """
 
     outcome: BeginOutcome
@@ -166,6 +167,7 @@ class BeginResult:
     holder_state: ClaimState | None = None
     retry_in: float | None = None
     crashes: int = 0
+    now_at: float | None = None
 
 
 # --------------------------------------------------------------------------------- end

@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.utils import uuid
 from celery.utils.time import maybe_iso8601
 from kombu.exceptions import OperationalError
 
 from celery_guard.decisions import ClaimOutcome, ClaimRequest, ClaimResult, ClaimState
-from celery_guard.errors import DuplicateTask, StoreUnavailable
+from celery_guard.errors import DuplicateTask, LockLost, StoreUnavailable
 from celery_guard.guard import Guard
 from celery_guard.policies.header import HEADER, GuardHeader
 from celery_guard.policies.unique import Conflict, carries_continuation, claim_ttl, resolve_conflict
@@ -34,12 +35,14 @@ from celery_guard.result import GuardedResult
 if TYPE_CHECKING:
     from celery_guard.task import GuardedTask
 
-__all__ = ["PREPARED", "Message", "dispatch", "make_header", "new_token"]
+__all__ = ["PREPARED", "Message", "dispatch", "header_of_request", "new_token"]
 
 logger = logging.getLogger("celery_guard")
 
 #: Value of the ``guard`` option of a message whose header and claim are in order already.
 PREPARED = "prepared"
+#: Exceptions that strike from outside, at any point of what is going on.
+INTERRUPTS = (SoftTimeLimitExceeded, LockLost)
 
 
 @dataclass(slots=True)
@@ -106,6 +109,27 @@ def make_header(task: GuardedTask, task_id: str, args: Any, kwargs: Any, *, owne
     )
 
 
+def header_of_request(task: GuardedTask, request: Any) -> GuardHeader:
+    """The header of a delivery; for a message that was sent without one it is derived here.
+
+    Args:
+        task: The guarded task.
+        request: Celery's Context of the delivery.
+
+    Raises:
+        KeyDerivationError: If the message has no header and its arguments have no key.
+    """
+    header = GuardHeader.from_headers(request.headers) or GuardHeader.from_dict(getattr(request, HEADER, None))
+    if header is not None and header.task_id == str(request.id):
+        if header.lock is None and task.guard_options.without_overlapping is not None:
+            # Sent before the task had a lock, by a process that was not updated yet.
+            header = replace(header, lock=task.lock_key(request.args, request.kwargs))
+        return header
+    # The id makes the owner, so that copies of this message know each other.
+    derived = make_header(task, str(request.id), request.args, request.kwargs, owner=f"task:{request.id}", now=0.0)
+    return replace(derived, generation=request.retries or 0, contender=derived.claim is not None)
+
+
 class _Dispatch:
     """One dispatch on its way between the store and the broker."""
 
@@ -117,8 +141,8 @@ class _Dispatch:
         options["result_cls"] = options.get("result_cls") or task.AsyncResult
         given = options.get("task_id")
         self.has_own_id = not given
-        self.task_id: str = given or uuid()
-        options["task_id"] = self.task_id
+        self.task_id = str(given or uuid())  # Celery takes any object whose text will do, for example a UUID
+        options["task_id"] = given or self.task_id
 
     def __call__(self, *, claimless: bool) -> Any:
         if not self.has_own_id and not claimless:
@@ -132,7 +156,7 @@ class _Dispatch:
         run = None if self.has_own_id else self.task.current_run()
         if run is not None and run.task_id == self.task_id and run.claim == header.claim:
             # Task.replace() with a task of the same key: it takes over the id, so it takes over the claim.
-            return self.succeed(run.header)
+            return self.succeed(replace(header, owner=run.owner, generation=run.header.generation))
         return self.claim(header, header.claim)
 
     def claim(self, header: GuardHeader, resource: str) -> Any:
@@ -147,6 +171,10 @@ class _Dispatch:
                 raise
             logger.warning("%s[%s] is dispatched without a claim: %s", self.task.name, header.task_id, exc)
             return self.publish(header)
+        except BaseException:
+            # Struck from outside while it waited for the answer; nothing was sent.
+            self.guard.release_later(resource, header.owner)
+            raise
         if result.outcome is ClaimOutcome.HELD:
             return self.refuse(header, resource, result)
         published = self.publish(header)
@@ -189,9 +217,17 @@ class _Dispatch:
             except StoreUnavailable as exc:
                 # The retry matters more than its claim: begin takes the claim again if it is free.
                 logger.warning("%s[%s] is sent on, its claim could not be renewed: %s", self.task.name, header.task_id, exc)
-        published = self.message.send(self.guard, header)
         run = self.task.current_run()
-        if run is not None and run.owner == header.owner:
+        if run is not None and run.owner != header.owner:
+            run = None
+        try:
+            published = self.message.send(self.guard, header)
+        except BaseException as exc:
+            if run is not None and header.claim is not None and _fate_unknown(exc):
+                run.successor = True  # if it is on its way, the claim is its own; if not, it ends soon
+                self.guard.release_now(header.claim, header.owner, self.guard.settings.uncertain_ttl)
+            raise
+        if run is not None:
             run.successor = True
         return published
 
@@ -210,14 +246,13 @@ class _Dispatch:
         eta, countdown, expires = options.get("eta"), options.get("countdown"), options.get("expires")
         if eta is None and expires is None:
             return claim_ttl(header.ttl, float(countdown or 0.0), None)
-        now = self.guard.app.now()
-        delay = float(countdown or 0.0) if eta is None else _seconds_until(eta, now)
-        return claim_ttl(header.ttl, delay, None if expires is None else _seconds_until(expires, now))
+        delay = float(countdown) if countdown else _seconds_until(eta)  # Celery's order, too
+        return claim_ttl(header.ttl, delay, None if expires is None else _seconds_until(expires))
 
 
 def _fate_unknown(exc: BaseException) -> bool:
     """Whether the broker may have got the message although publishing raised ``exc``."""
-    if not isinstance(exc, Exception):
+    if not isinstance(exc, Exception) or isinstance(exc, INTERRUPTS):
         return True
     seen: BaseException | None = exc
     while seen is not None:
@@ -227,11 +262,17 @@ def _fate_unknown(exc: BaseException) -> bool:
     return isinstance(exc, OperationalError) and "timed out" in str(exc).lower()
 
 
-def _seconds_until(value: Any, now: datetime) -> float:
-    """Seconds from ``now`` until ``value``: a datetime, an ISO string, or seconds already."""
+def _seconds_until(value: Any) -> float:
+    """Seconds until ``value``: a datetime, an ISO string, seconds already, or None for now.
+
+    A naive one is in UTC whatever the app's zone, like in the worker (``celery/worker/request.py``,
+    Celery 5.4 to 5.7).
+    """
+    if value is None:
+        return 0.0
     if isinstance(value, int | float):
         return float(value)
     moment: datetime = maybe_iso8601(value)  # type: ignore[assignment]  # None only for None
     if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=now.tzinfo or UTC)
-    return float((moment - now).total_seconds())
+        moment = moment.replace(tzinfo=UTC)
+    return float((moment - datetime.now(UTC)).total_seconds())

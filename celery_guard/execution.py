@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,12 @@ from celery import states
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_guard.decisions import BeginOutcome, BeginRequest, BeginResult, ClaimAction, EndRequest
-from celery_guard.dispatch import make_header, new_token
-from celery_guard.errors import ConfigurationError, DuplicateTask, KeyDerivationError, LockLost, OverlapRefused, PoisonTask, PostponedTooLong, StoreUnavailable
+from celery_guard.dispatch import header_of_request, new_token
+from celery_guard.errors import DuplicateTask, LockLost, OverlapRefused, PoisonTask, PostponedTooLong, StoreUnavailable
 from celery_guard.guard import Guard
 from celery_guard.options import Backoff
 from celery_guard.policies.backoff import delay_for
-from celery_guard.policies.header import HEADER, GuardHeader
+from celery_guard.policies.header import HEADER
 from celery_guard.policies.overlap import COPY_DELAYS, PREDECESSOR_DELAYS, STORE_DELAYS, GiveUp, Postpone, Refusal, Skip, capped, on_busy
 from celery_guard.policies.unique import Conflict, resolve_conflict
 from celery_guard.resend import ignores_result, resend
@@ -38,26 +39,9 @@ from celery_guard.stores.protocols import GuardStore
 if TYPE_CHECKING:
     from celery_guard.task import GuardedTask
 
-__all__ = ["Execution", "header_of_request"]
+__all__ = ["Execution"]
 
 logger = logging.getLogger("celery_guard")
-
-def header_of_request(task: GuardedTask, request: Any) -> GuardHeader:
-    """The header of a delivery; for a message that was sent without one it is derived here.
-
-    Args:
-        task: The guarded task.
-        request: Celery's Context of the delivery.
-
-    Raises:
-        KeyDerivationError: If the message has no header and its arguments have no key.
-    """
-    header = GuardHeader.from_headers(request.headers) or GuardHeader.from_dict(getattr(request, HEADER, None))
-    if header is not None and header.task_id == request.id:
-        return header
-    # The id makes the owner, so that copies of this message know each other.
-    derived = make_header(task, request.id, request.args, request.kwargs, owner=f"task:{request.id}", now=0.0)
-    return replace(derived, generation=request.retries or 0, contender=derived.claim is not None)
 
 
 class Execution:
@@ -73,13 +57,21 @@ class Execution:
         token = header.token or new_token()
         worker = f"{request.hostname or ''}:{os.getpid()}"
         self.run = Run(task, guard, header, token=token, attempt=(request.retries or 0) + 1, worker=worker, started=time.monotonic())
+        self._pid = os.getpid()
+        self._chance = guard.random.random()
+        self._action, self._crashed, self._ended = ClaimAction.KEEP, False, False  # how it ends if begin is interrupted
 
     @property
     def store(self) -> GuardStore:
         return self.guard.eager_store if self.eager else self.guard.store
 
-    def __call__(self, args: Any, kwargs: Any) -> Any:
+    def __call__(self, body: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the body under guard, or raise what ends this delivery.
+
+        Args:
+            body: What to run, ``task.run`` or what the task's classes put around it.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
 
         Raises:
             Retry: It was postponed.
@@ -87,56 +79,82 @@ class Execution:
             GuardError: It was refused for good.
         """
         guarded = self.begin()
+        try:
+            return self._run(body, args, kwargs, guarded)
+        except BaseException:
+            if not self._ended:
+                self._abandon()
+            raise
+
+    def _run(self, body: Callable[..., Any], args: Any, kwargs: Any, guarded: bool) -> Any:
+        self._action = ClaimAction.RELEASE
         self.request.guard_run = self.run
         # A retry carries the header on; a message that came without one has it from here.
         self.request.headers = {**(self.request.headers or {}), HEADER: self.header.to_dict()}
-        action, crashed = ClaimAction.RELEASE, False
-        heartbeat = self.guard.heartbeat if guarded and not self.eager else None
-        if heartbeat is not None:
-            heartbeat.add(self.run)
         try:
+            if guarded and not self.eager:
+                self.guard.heartbeat.add(self.run)
             try:
                 self.run.enter_body()
-                return self.task.run(*args, **kwargs)
+                return body(*args, **kwargs)
             finally:
                 self.run.leave_body()
         except LockLost as exc:
-            if exc.key is None:  # raised into the body by the heartbeat, which can only name the class
+            if not exc.message:  # raised into the body by the heartbeat, which can only name the class
                 raise self.run.lock_lost() from None
             raise
         except Reject as exc:
             # A message that was acknowledged before its run does not come back.
             if exc.requeue and self.task.acks_late:  # type: ignore[attr-defined]
-                action = ClaimAction.REQUEUE
+                self._action = ClaimAction.REQUEUE
             raise
         except Exception:
             raise
         except BaseException:
             # The process is going down: the main process sees why, and settles claim and crash count (GuardedRequest).
-            action, crashed = ClaimAction.KEEP, True
+            self._action, self._crashed = ClaimAction.KEEP, True
             raise
         finally:
-            if heartbeat is not None:
-                heartbeat.remove(self.run)
-            self.end(ClaimAction.KEEP if self.run.successor else action, crashed=crashed)
+            self._end()
+
+    def _end(self) -> None:
+        if self.run.successor:
+            self._action = ClaimAction.KEEP
+        if not self.eager:
+            self.guard.heartbeat.remove(self.run)
+        self.end(self._action, crashed=self._crashed)
+
+    def _abandon(self) -> None:
+        """Give everything back from another thread: an exception from outside (soft time limit, abort) struck begin or end."""
+        if os.getpid() != self._pid:
+            return
+        request = self._end_request(ClaimAction.KEEP if self.run.successor else self._action, crashed=self._crashed)
+        if self.eager:
+            self.store.end(request)
+            return
+        self.guard.heartbeat.remove(self.run)
+        self.guard.backlog.put(lambda: self.guard.store.end(request))
 
     # ------------------------------------------------------------------------------- begin
 
     def begin(self) -> bool:
         """Ask to run; True if granted, False if the settings let it run without the store."""
-        refusal = self._refusal_when_busy()
+        refusal = self._refusal_when_busy(0.0)  # only for its delay: how long the message has waited, the store's clock tells
         delay = refusal.delay if isinstance(refusal, Postpone) else 0.0
         request = self._begin_request(delay)
         try:
             result = self.store.begin(request)
         except StoreUnavailable as exc:
             return self._without_store(exc)
+        except BaseException:
+            self._abandon()  # interrupted while it waited for the answer, which may be a grant
+            raise
         if result.outcome is BeginOutcome.RUN:
             self._granted(result)
             return True
         if result.outcome is BeginOutcome.DUPLICATE:
             return self._duplicate(result)
-        self._not_now(result, refusal)
+        self._not_now(result)
         raise AssertionError(f"unhandled outcome {result.outcome}")
 
     def _begin_request(self, delay: float) -> BeginRequest:
@@ -164,18 +182,16 @@ class Execution:
         if result.claim_lost:
             self.guard.announce("claim_expired_before_start", self.task, level=logging.WARNING, **fields)
         if self.run.lock is not None:
-            fields |= {"fence": result.fence, "attempt": self.header.postponed, "waited": round(self._waited(), 3)}
+            fields |= {"fence": result.fence, "attempt": self.header.postponed, "waited": round(self._waited(time.time()), 3)}
             self.guard.announce("lock_acquired", self.task, level=logging.DEBUG, **fields)
 
-    def _refusal_when_busy(self) -> Refusal:
+    def _refusal_when_busy(self, waited: float) -> Refusal:
         if self.run.overlap is None:
             return Postpone(0.0)
-        return on_busy(
-            self.run.overlap, postponed=self.header.postponed, waited=self._waited(), u=self.guard.random.random(), ceiling=self._ceiling()
-        )
+        return on_busy(self.run.overlap, postponed=self.header.postponed, waited=waited, u=self._chance, ceiling=self._ceiling())
 
-    def _waited(self) -> float:
-        return max(0.0, time.time() - self.header.postponed_at) if self.header.postponed_at is not None else 0.0
+    def _waited(self, now: float | None) -> float:
+        return max(0.0, now - self.header.postponed_at) if now is not None and self.header.postponed_at is not None else 0.0
 
     def _ceiling(self) -> float | None:
         """A delayed message that outlives the visibility timeout is delivered twice: stay below it."""
@@ -200,6 +216,8 @@ class Execution:
         continuation = bool(request.callbacks or request.errbacks or request.chord or request.group or request.chain is not None)
         decided = resolve_conflict(unique.on_conflict if unique is not None else "skip", continuation)
         fields: dict[str, Any] = {"task_id": self.run.task_id, "key": self.header.claim, "holder": result.holder_task_id, "state": str(result.holder_state)}
+        if result.holder_task_id == self.run.task_id and self._adopt(str(self.header.claim)):
+            return self.begin()
         if decided is Conflict.RUN:
             self.guard.announce("duplicate_continues", self.task, **fields)
             self.header = replace(self.header, claim=None, contender=False)
@@ -218,10 +236,19 @@ class Execution:
         self._skip(f"duplicate of {result.holder_task_id}")
         raise AssertionError("unreachable")
 
-    def _not_now(self, result: BeginResult, refusal: Refusal) -> None:
+    def _adopt(self, resource: str) -> bool:
+        """Take over the claim in the way if it is this message's own: its header was lost on the way, the job must not be."""
+        claim = self.store.get_claim(resource)
+        if claim is None or claim.task_id != self.run.task_id:
+            return False
+        self.header = replace(self.header, owner=claim.owner, contender=False)
+        self.run.header, self.run.owner = self.header, claim.owner
+        return True
+
+    def _not_now(self, result: BeginResult) -> None:
         fields: dict[str, Any] = {"task_id": self.run.task_id, "key": self.run.claim or self.run.lock, "lock": self.run.lock, "holder": result.holder_task_id}
         if result.outcome is BeginOutcome.BUSY:
-            self._busy(refusal, result, fields)
+            self._busy(result, fields)
         elif result.outcome is BeginOutcome.COPY_RUNNING:
             self.guard.announce("copy_postponed", self.task, **fields)
             self._postpone_copy(self._delay(COPY_DELAYS, result.retry_in))
@@ -233,10 +260,11 @@ class Execution:
         elif result.outcome is BeginOutcome.POISON:
             self._poison(result.crashes)
 
-    def _busy(self, refusal: Refusal, result: BeginResult, fields: dict[str, Any]) -> None:
+    def _busy(self, result: BeginResult, fields: dict[str, Any]) -> None:
+        refusal = self._refusal_when_busy(self._waited(result.now_at))
         if isinstance(refusal, Postpone) and not self.eager:
             self.guard.announce("postponed_overlap", self.task, delay=round(refusal.delay, 3), attempt=self.header.postponed + 1, **fields)
-            self._postpone(refusal.delay, f"lock {self.run.lock!r} is held by task {result.holder_task_id}")
+            self._postpone(refusal.delay, f"lock {self.run.lock!r} is held by task {result.holder_task_id}", result.now_at)
         if isinstance(refusal, GiveUp):
             self._release_claim()
             raise PostponedTooLong(
@@ -278,10 +306,10 @@ class Execution:
             delay = min(delay, retry_in + 0.1)
         return capped(delay, self._ceiling())
 
-    def _postpone(self, delay: float, reason: str) -> None:
+    def _postpone(self, delay: float, reason: str, busy_at: float | None = None) -> None:
         """Send the same message again with a countdown and end this delivery; no retry is spent."""
         try:
-            resend(self.task, self.request, self.header.postponement(time.time()), delay)
+            resend(self.task, self.request, self.header.postponement(time.time(), busy_at), delay)
         except Exception as exc:
             if self.task.acks_late:
                 raise Reject(exc, requeue=True) from exc
@@ -322,10 +350,14 @@ class Execution:
 
     def end(self, action: ClaimAction, *, crashed: bool = False) -> None:
         """Give everything back. A store that is away ends it by the lease; never an error of the task."""
+        if os.getpid() != self._pid:
+            return  # the body forked: this run belongs to the parent
         run, request = self.run, self._end_request(action, crashed=crashed)
         try:
             result = self.store.end(request)
+            self._ended = True
         except StoreUnavailable as exc:
+            self._ended = True
             logger.warning("%s[%s]: locks are not given back, they end with their lease: %s", self.task.name, run.task_id, exc)
             if not self.eager:
                 self.guard.backlog.put(lambda: self.guard.store.end(request))
@@ -339,9 +371,8 @@ class Execution:
 
     def _end_request(self, action: ClaimAction, *, crashed: bool = False) -> EndRequest:
         run, header = self.run, self.header
-        timeout = self.guard.visibility_timeout
         redelivered = bool((self.request.delivery_info or {}).get("redelivered"))
-        overdue = timeout is not None and header.published_at > 0 and time.time() - header.published_at > timeout
+        overdue = run.unacknowledged_for() > (self.guard.visibility_timeout or float("inf"))
         return EndRequest(
             owner=run.owner,
             token=run.token,
@@ -354,15 +385,9 @@ class Execution:
             lock=run.lock,
             crashed=crashed,
             finished_ttl=self.guard.settings.finished_ttl,
-            copies_expected=redelivered or overdue,
+            copies_expected=redelivered or overdue or self._may_have_a_past(),
         )
 
-
-def settle_before_run(task: GuardedTask, guard: Guard, request: Any) -> None:
-    """Free the claim of a delivery that failed before its body could begin."""
-    try:
-        header = header_of_request(task, request)
-    except (KeyDerivationError, ConfigurationError):
-        return
-    if header.claim is not None and header.until != "expired":
-        guard.release_now(header.claim, header.owner)
+    def _may_have_a_past(self) -> bool:
+        """Whether the message that this one followed may come again: its worker may have died between sending this one and acknowledging it."""
+        return self.header.generation > 0 and bool(self.task.acks_late)

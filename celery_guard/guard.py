@@ -6,13 +6,15 @@ fork, so that no process uses another's connection or thread.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import os
 import random
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 from celery import Celery
 from celery.local import Proxy
@@ -20,7 +22,7 @@ from celery.local import Proxy
 from celery_guard import signals
 from celery_guard.backlog import Backlog
 from celery_guard.config import Settings
-from celery_guard.decisions import ExtendRequest, ExtendResult
+from celery_guard.decisions import EndRequest, ExtendRequest, ExtendResult
 from celery_guard.errors import ConfigurationError, StoreUnavailable
 from celery_guard.heartbeat import Heartbeat
 from celery_guard.stores.protocols import GuardStore
@@ -30,6 +32,8 @@ __all__ = ["Guard"]
 logger = logging.getLogger("celery_guard")
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+#: Parameters of ``send_task`` that may be given by position, behind self, name, args and kwargs.
+_POSITIONAL = tuple(inspect.signature(Celery.send_task).parameters)[4:]
 #: Celery's own default (kombu/transport/redis.py, 5.3 to 5.7).
 DEFAULT_VISIBILITY_TIMEOUT = 3600.0
 
@@ -44,6 +48,8 @@ class Guard:
         app: The Celery app to install on.
     """
 
+    _installing: ClassVar[threading.Lock] = threading.Lock()
+
     def __new__(cls, app: Celery) -> Guard:
         resolve = getattr(app, "_get_current_object", None)  # celery.current_app is a proxy
         app = app if resolve is None else resolve()
@@ -52,9 +58,13 @@ class Guard:
         existing = app.__dict__.get("_celery_guard")
         if isinstance(existing, Guard):
             return existing
-        self = super().__new__(cls)
-        self._setup(app)
-        return self
+        with cls._installing:  # installed twice, a dispatch would be the duplicate of itself
+            existing = app.__dict__.get("_celery_guard")
+            if isinstance(existing, Guard):
+                return existing
+            self = super().__new__(cls)
+            self._setup(app)
+            return self
 
     def _setup(self, app: Celery) -> None:
         self._app = weakref.ref(app)
@@ -67,10 +77,10 @@ class Guard:
         self._visibility_timeout: float | None = None  # None: not looked up yet
         #: Jitter only; tokens come from ``secrets``.
         self.random = random.Random()
-        #: The app's own ``send_task``, before it was wrapped.
-        self.send_task = app.send_task
+        #: What another plugin put on this app before us, or None.
+        self._send_before: Callable[..., Any] | None = app.__dict__.get("send_task")
+        app.__dict__["send_task"] = _guarded_send_task(self)
         app.__dict__["_celery_guard"] = self
-        app.__dict__["send_task"] = _guarded_send_task(self, app.send_task)
         _guards.add(self)
 
     @property
@@ -79,6 +89,14 @@ class Guard:
         if app is None:
             raise ConfigurationError("the Celery app of this Guard is gone; keep a reference to the app")
         return app
+
+    def send_task(self, name: str, args: Any, kwargs: Any, **options: Any) -> Any:
+        """The app's own ``send_task``, which ours is put in front of."""
+        if self._send_before is not None:
+            return self._send_before(name, args, kwargs, **options)
+        app = self.app
+        # Looked up at each call: a plugin may patch the class after us.
+        return type(app).send_task(app, name, args, kwargs, **options)
 
     @property
     def settings(self) -> Settings:
@@ -142,6 +160,18 @@ class Guard:
             logger.warning("celery_guard: claim of %r could not be released, trying again: %s", resource, exc)
             self.release_later(resource, owner, ttl)
 
+    def end_now(self, request: EndRequest) -> None:
+        """Settle what no run will; if the store is away, keep trying behind."""
+        try:
+            self.store.end(request)
+        except StoreUnavailable as exc:
+            logger.warning("celery_guard: claim of %r could not be released, trying again: %s", request.claim, exc)
+            self.end_later(request)
+
+    def end_later(self, request: EndRequest) -> None:
+        """Settle what no run will, from the backlog's thread."""
+        self.backlog.put(lambda: self.store.end(request))
+
     def release_later(self, resource: str, owner: str, ttl: float | None = None) -> None:
         """Release a claim from the backlog's thread."""
         self.backlog.put(lambda: self.store.release_claim(resource, owner, ttl))
@@ -179,6 +209,7 @@ class Guard:
         """Drop store and heartbeat without closing anything: they belong to another process."""
         self._lock = threading.RLock()
         self._store = None
+        self._eager_store = None  # its mutex may have been held by a thread that is not in this process
         self._heartbeat = None
         self._backlog = None
         self.random = random.Random()
@@ -191,10 +222,12 @@ class Guard:
             store.close()
 
 
-def _guarded_send_task(guard: Guard, send: Any) -> Any:
+def _guarded_send_task(guard: Guard) -> Any:
     """Wrap ``app.send_task``: the one way that every dispatch takes, by task or by name."""
 
-    def send_task(name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+    @functools.wraps(Celery.send_task)
+    def send_task(name: str, args: Any = None, kwargs: Any = None, *positional: Any, **options: Any) -> Any:
+        options |= zip(_POSITIONAL, positional, strict=False)
         task = options.get("task_type")
         if task is None:
             # The registry itself, like Celery does: asking ``app.tasks`` would finalize the app.
@@ -202,7 +235,7 @@ def _guarded_send_task(guard: Guard, send: Any) -> Any:
         dispatch = getattr(task, "_guarded_dispatch", None)
         if dispatch is None:
             options.pop("guard", None)
-            return send(name, args, kwargs, **options)
+            return guard.send_task(name, args, kwargs, **options)
         return dispatch(guard, name, args, kwargs, options)
 
     return send_task
@@ -246,6 +279,7 @@ def _tls(options: Any) -> dict[str, Any]:
 
 
 def _after_fork() -> None:
+    Guard._installing = threading.Lock()
     for guard in list(_guards):
         guard.forget()
 

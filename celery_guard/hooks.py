@@ -1,6 +1,6 @@
 """Signal receivers: messages that end without ever becoming a run.
 
-Celery has no other hook for them. Connected once, when the package is imported.
+Celery has no other hook for them. Connected when the first guarded task is bound.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from typing import Any
 
 from celery import signals
 
-from celery_guard.execution import settle_before_run
+from celery_guard.decisions import EndRequest
+from celery_guard.dispatch import header_of_request
+from celery_guard.errors import ConfigurationError, KeyDerivationError
 from celery_guard.guard import Guard
 from celery_guard.policies.header import GuardHeader
 
@@ -19,7 +21,8 @@ __all__ = ["connect"]
 def _release_message(consumer: Any, message: Any) -> None:
     header = GuardHeader.from_headers(getattr(message, "headers", None))
     if header is not None and header.claim is not None and header.until != "expired":
-        Guard(consumer.app).release_later(header.claim, header.owner)
+        # Without a token: a copy of a running message does not free what that run holds.
+        Guard(consumer.app).end_later(EndRequest(header.owner, None, header.generation, header.claim, header.until))
 
 
 def _on_unknown(sender: Any = None, message: Any = None, **_: Any) -> None:
@@ -51,7 +54,13 @@ def _on_failure(sender: Any = None, **_: Any) -> None:
     # called_directly: the main process reports a lost child, GuardedRequest sees to that.
     if request is None or request.called_directly or request.is_eager or "guard_run" in vars(request):
         return
-    settle_before_run(sender, Guard(sender.app), request)
+    try:
+        header = header_of_request(sender, request)
+    except (KeyDerivationError, ConfigurationError):
+        return
+    if header.claim is not None and header.until != "expired":
+        # By token: a copy of a running message does not free what that run holds.
+        Guard(sender.app).end_now(EndRequest(header.owner, header.token, header.generation, header.claim, header.until, claim_ttl=header.ttl))
 
 
 def connect() -> None:

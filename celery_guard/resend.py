@@ -12,7 +12,7 @@ from celery_guard.policies.header import HEADER, GuardHeader
 if TYPE_CHECKING:
     from celery_guard.task import GuardedTask
 
-__all__ = ["ignores_result", "resend"]
+__all__ = ["form_of", "ignores_result", "resend"]
 
 #: A postponed message that the broker does not take is the job itself: try for about a minute.
 PUBLISH_POLICY = {"max_retries": 20, "interval_start": 0.1, "interval_step": 0.3, "interval_max": 5.0}
@@ -34,15 +34,19 @@ def resend(task: GuardedTask, request: Any, header: GuardHeader, delay: float) -
         "guard": PREPARED,
         "headers": {**(request.headers or {}), HEADER: header.to_dict()},
         "add_to_parent": False,
-        "ignore_result": ignores_result(task, request),
         "retry": True,
         "retry_policy": PUBLISH_POLICY,
-        **{name: getattr(request, name) for name in LEFT_OUT if getattr(request, name, None)},
     }
-    serializer = registry.type_to_name.get(header.content_type) if header.content_type else None
-    if serializer:
-        options["serializer"] = serializer
     task.signature_from_request(request, countdown=delay, retries=request.retries, **options).apply_async()
+
+
+def form_of(task: GuardedTask, request: Any) -> dict[str, Any]:
+    """The options of a dispatch that give its message the form of the delivery ``request``."""
+    options = {name: getattr(request, name) for name in LEFT_OUT if getattr(request, name, None)}
+    options["ignore_result"] = ignores_result(task, request)  # a retry of Celery 5.4 loses it
+    header = GuardHeader.from_dict(getattr(request, HEADER, None))
+    serializer = registry.type_to_name.get(header.content_type) if header is not None and header.content_type else None
+    return options if serializer is None else {**options, "serializer": serializer}
 
 
 def ignores_result(task: GuardedTask, request: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,24 @@ class GuardedResult(AsyncResult):  # type: ignore[type-arg]
     def __repr__(self) -> str:
         mark = " duplicate" if self.duplicate else ""
         return f"<GuardedResult: {self.id}{mark}>"
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        """Celery's own.
+
+        Raises:
+            NotImplementedError: For a duplicate with the ``rpc`` backend, whose results reach only the sender of the task.
+        """
+        rpc = sys.modules.get("celery.backends.rpc")
+        if self.duplicate and rpc is not None and isinstance(self.backend, rpc.RPCBackend):
+            raise NotImplementedError(
+                f"the result of task {self.id} goes to the process that sent it (result backend rpc), waiting here would never end; "
+                "use another result backend, or do not wait for duplicates (result.duplicate is True)"
+            )
+        return super().get(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild: tuple[Any, ...] = super().__reduce__()  # type: ignore[assignment]
+        return (*rebuild, {"duplicate": True, "conflict": self.conflict}) if self.duplicate else rebuild
 
     def as_duplicate(self, conflict: Conflict, ignored: Any) -> GuardedResult:
         """Mark this result as the one of a duplicate dispatch."""

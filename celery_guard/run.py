@@ -45,6 +45,7 @@ class Run(NoRun):
             None without a lock. Source: M. Kleppmann, "How to do distributed locking", 2016.
         lost: True once the lock is known to be no longer this run's.
         attempt: 1 for the first attempt, one more for each retry.
+        reached_body: True once the body was called; a class's own ``__call__`` comes before it.
         successor: True once this run has dispatched the message that goes on in its place.
     """
 
@@ -67,10 +68,12 @@ class Run(NoRun):
         self.limit = overlap.limit if overlap is not None else 1
         self.crash_memory = guard.settings.crash_memory if task.acks_late and guard.settings.max_crashes is not None else 0.0
         self.fence: int | None = None
+        self.reached_body = False
         self.successor = False
         self._task = task
         self._guard = guard
         self._given_up = False
+        self._aborted = False
         self._gate = threading.Lock()
         self._thread: int | None = None
 
@@ -90,6 +93,11 @@ class Run(NoRun):
             key=self.key,
             token=self.token,
         )
+
+    def unacknowledged_for(self) -> float:
+        """Seconds that this worker has had the message; by its own clock, which no other's time is compared with."""
+        received = self.header.received
+        return 0.0 if received is None else time.monotonic() - received
 
     # What the heartbeat asks.
 
@@ -137,11 +145,13 @@ class Run(NoRun):
 
     def leave_body(self) -> None:
         with self._gate:
+            if self._thread is not None and self._aborted:
+                # What was not delivered yet must not strike Celery's code.
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
             self._thread = None
-        for _ in range(64):  # a pending asynchronous exception is delivered in this loop, not later in Celery's code
-            pass
 
     def _abort(self) -> None:
         with self._gate:
             if self._thread is not None:
+                self._aborted = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(LockLost))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from celery import Celery, Task
@@ -14,6 +15,7 @@ from celery_guard.execution import Execution
 from celery_guard.guard import Guard
 from celery_guard.keys import KeyDeriver
 from celery_guard.options import LATER_NAMES, OPTION_NAMES, GuardOptions, KeySpec, Unique, WithoutOverlapping, resolve
+from celery_guard.resend import form_of
 from celery_guard.result import GuardedResult
 from celery_guard.run import NO_RUN, NoRun, Run
 
@@ -42,6 +44,8 @@ class GuardedTask(Task):  # type: ignore[type-arg]
     guard_options: ClassVar[GuardOptions] = GuardOptions()
     _claim_deriver: ClassVar[KeyDeriver | None] = None
     _lock_deriver: ClassVar[KeyDeriver | None] = None
+    #: Whether another class beside this one has a ``__call__`` that the body is to be run by.
+    _mixed_call: ClassVar[bool] = False
 
     @classmethod
     def on_bound(cls, app: Celery) -> None:
@@ -56,6 +60,7 @@ class GuardedTask(Task):  # type: ignore[type-arg]
         app.steps["worker"].add("celery_guard.worker:GuardStep")  # by name: a client need not import the worker
         if inspect.getattr_static(cls, "run") is inspect.getattr_static(Task, "run"):
             return  # a base without a body, for example the app's own Task class
+        _put_guard_around_call(cls)
         name = str(cls.name)
         values = {option: getattr(cls, option, None) for option in (*OPTION_NAMES, *LATER_NAMES)}
         cls.guard_options = resolve(name, values, own=_plain_attributes(cls))
@@ -90,8 +95,9 @@ class GuardedTask(Task):  # type: ignore[type-arg]
 
     def current_run(self) -> Run | None:
         """The guarded run in which this code is executing, of whichever task; None outside."""
-        request = self.request_stack.top
-        run = getattr(request, "guard_run", None)
+        # Not only the last: a body that calls its own task is a further request (an empty one in Celery 5.4).
+        runs = (getattr(request, "guard_run", None) for request in reversed(self.request_stack.stack))
+        run = next((run for run in runs if run is not None), None)
         if run is None:
             worker_task = self.app.current_worker_task
             run = getattr(worker_task.request, "guard_run", None) if worker_task is not None else None
@@ -101,6 +107,15 @@ class GuardedTask(Task):  # type: ignore[type-arg]
         """The result of a task id, of the type that a dispatch returns."""
         return GuardedResult(task_id, backend=self.backend, task_name=self.name, app=self.app, **kwargs)
 
+    def signature_from_request(self, request: Any = None, args: Any = None, kwargs: Any = None, queue: Any = None, **options: Any) -> Any:
+        """Celery's own, which retries and postponements go through, keeping the form of the message too."""
+        form = form_of(self, self.request if request is None else request)
+        if args is not None:
+            form.pop("argsrepr", None)
+        if kwargs is not None:
+            form.pop("kwargsrepr", None)
+        return super().signature_from_request(request, args, kwargs, queue, **{**form, **options})
+
     def _guarded_dispatch(self, guard: Guard, name: str, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
         """Dispatch on behalf of the app's wrapped ``send_task``."""
         return dispatch(self, guard, Message(name, args, kwargs, options))
@@ -108,14 +123,26 @@ class GuardedTask(Task):  # type: ignore[type-arg]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body: under guard when a worker runs it, plainly when it is called like a function."""
         request = self.request_stack.top
-        if request is None or request.called_directly or "guard_run" in vars(request):  # type: ignore[redundant-expr]
+        if request is None or request.called_directly:  # type: ignore[redundant-expr]
             return super().__call__(*args, **kwargs)
+        body = super().__call__ if self._mixed_call else self.run
+        run = vars(request).get("guard_run")
+        if run is None:
+            return self._under_guard(request, body, args, kwargs, reached_body=True)
+        if run.reached_body:  # the body calls its own task
+            return super().__call__(*args, **kwargs)
+        run.reached_body = True
+        return body(*args, **kwargs)
+
+    def _under_guard(self, request: Any, body: Callable[..., Any], args: Any, kwargs: Any, *, reached_body: bool = False) -> Any:
         if not self.guard_options:
-            return self.run(*args, **kwargs)
+            return body(*args, **kwargs)
         guard = Guard(self.app)
         if request.is_eager and not guard.settings.eager:
-            return self.run(*args, **kwargs)
-        return Execution(self, guard, request)(args, kwargs)
+            return body(*args, **kwargs)
+        execution = Execution(self, guard, request)
+        execution.run.reached_body = reached_body
+        return execution(body, args, kwargs)
 
 
 def _plain_attributes(cls: type[GuardedTask]) -> list[str]:
@@ -134,11 +161,37 @@ def _plain_attributes(cls: type[GuardedTask]) -> list[str]:
     return [name for name in names if name not in known]
 
 
+def _put_guard_around_call(cls: type[GuardedTask]) -> None:
+    """See to it that classes with a ``__call__`` of their own run inside the guard, on either side of ours.
+
+    Such a class enters a context and calls ``self.run`` (Flask's documentation): before ours in the
+    order of classes it would pass by the guard, behind it it would be passed by.
+    """
+    bases = cls.__mro__
+    behind = bases[bases.index(GuardedTask) + 1 :]
+    cls._mixed_call = next(base for base in behind if "__call__" in vars(base)) is not Task
+    theirs: Any = cls.__call__
+    if theirs is GuardedTask.__call__ or hasattr(theirs, "_celery_guard"):
+        return
+
+    @functools.wraps(theirs)
+    def __call__(self: GuardedTask, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        request = self.request_stack.top
+        if request is None or request.called_directly or "guard_run" in vars(request):  # type: ignore[redundant-expr]
+            return theirs(self, *args, **kwargs)
+        return self._under_guard(request, functools.partial(theirs, self), args, kwargs)
+
+    __call__._celery_guard = True  # type: ignore[attr-defined]
+    cls.__call__ = __call__  # type: ignore[method-assign]
+
+
 def _signature(cls: type[GuardedTask]) -> inspect.Signature:
     """The signature of the body without ``self``."""
     body = inspect.getattr_static(cls, "run")
     if isinstance(body, staticmethod):
         return inspect.signature(body.__func__)
     signature = inspect.signature(body)
-    parameters: Mapping[str, inspect.Parameter] = signature.parameters
-    return signature.replace(parameters=list(parameters.values())[1:])
+    parameters = list(signature.parameters.values())
+    if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
+        return signature  # ``*args`` takes self, too: a decorator without functools.wraps
+    return signature.replace(parameters=parameters[1:])

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from celery import bootsteps
 from celery.exceptions import Ignore, Reject, Retry
+from celery.utils.imports import symbol_by_name
 from celery.worker.request import Request
 
 from celery_guard.decisions import ClaimAction, EndRequest
-from celery_guard.dispatch import new_token
+from celery_guard.dispatch import header_of_request, new_token
 from celery_guard.errors import GuardError, StoreUnavailable
-from celery_guard.execution import header_of_request
 from celery_guard.findings import startup_findings
 from celery_guard.guard import Guard
 from celery_guard.policies.header import HEADER, GuardHeader
@@ -53,14 +55,14 @@ class GuardedRequest(Request):
         if not self.task.guard_options:
             return None
         header = GuardHeader.from_dict(self.request_dict.get(HEADER))
-        if header is None or header.task_id != self.id:
+        if header is None or header.task_id != str(self.id) or (header.lock is None and self.task.guard_options.without_overlapping is not None):
             try:
                 header = header_of_request(self.task, self._context)
             except GuardError:
                 return None  # the child derives the key again and reports the error as the task's failure
             # It was cached before the header was put in; the child's death is reported with it.
             self.__dict__.pop("_context", None)
-        header = replace(header, token=new_token(), content_type=self.content_type)
+        header = replace(header, token=new_token(), received=time.monotonic(), content_type=self.content_type)
         # A new dict: the message's own headers go back to the broker if it is requeued.
         self.request_dict[HEADER] = header.to_dict(local=True)
         return header
@@ -141,6 +143,15 @@ class GuardedRequest(Request):
         guard.backlog.put(give_back)
 
 
+def _foreign_requests(guard: Guard) -> Iterator[str]:
+    for name, task in sorted(guard.app.tasks.items()):
+        if getattr(task, "guard_options", None) and not issubclass(symbol_by_name(task.Request), GuardedRequest):
+            yield (
+                f"task {name!r} has a Request class of its own, so what a killed child held is free only when its lease ends; "
+                "derive that class from celery_guard.worker.GuardedRequest"
+            )
+
+
 class GuardStep(bootsteps.StartStopStep):
     """Checks settings and server once when a worker starts, sweeps, and empties the backlog at its end."""
 
@@ -165,7 +176,7 @@ class GuardStep(bootsteps.StartStopStep):
 
     def _loop(self, guard: Guard, interval: float) -> None:
         if guard.settings.startup_checks:
-            for finding in startup_findings(guard):
+            for finding in (*startup_findings(guard), *_foreign_requests(guard)):
                 logger.warning("celery_guard: %s", finding)
         while not self._stopped.wait(interval):
             try:

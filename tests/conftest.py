@@ -135,12 +135,15 @@ def app_environment(redis_url: str, key_prefix: str) -> AppEnvironment:
 
 
 @pytest.fixture
-def app_factory(app_environment: AppEnvironment) -> Iterator[Callable[[str], Celery]]:
-    """Import a module with tasks for use in this process: ``app_factory("tests.services.basic")``."""
+def app_factory(app_environment: AppEnvironment) -> Iterator[Callable[..., Celery]]:
+    """Import a module with tasks for use in this process: ``app_factory("tests.services.basic")``.
+
+    A second argument gives an own ``AppEnvironment``.
+    """
     with ExitStack() as stack:
 
-        def load(module: str) -> Celery:
-            app = load_app(module, app_environment)
+        def load(module: str, environment: AppEnvironment = app_environment) -> Celery:
+            app = load_app(module, environment)
             stack.callback(_close_app, app)
             return app
 

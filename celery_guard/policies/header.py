@@ -33,8 +33,9 @@ class GuardHeader:
         lock: Resource of the execution lock, or None.
         contender: The message was sent without a claim: see ``BeginRequest.contender``.
         postponed: How many times it was postponed since its last run began.
-        postponed_at: When it was postponed first (epoch seconds), or None.
+        postponed_at: When it found its lock busy first (epoch seconds of the store's clock), or None.
         token: Execution token of the delivery, made by the worker's main process; never sent.
+        received: When that process took the message (seconds of the host's monotonic clock); never sent.
         content_type: Content type of the message's body, known to the main process; never sent.
     """
 
@@ -50,6 +51,7 @@ class GuardHeader:
     postponed: int = 0
     postponed_at: float | None = None
     token: str | None = None
+    received: float | None = None
     content_type: str | None = None
 
     @classmethod
@@ -80,6 +82,7 @@ class GuardHeader:
             postponed=_integer(data.get("postponed")),
             postponed_at=_number(data.get("postponed_at")),
             token=_text(data.get("token")),
+            received=_number(data.get("received")),
             content_type=_text(data.get("content_type")),
         )
 
@@ -104,9 +107,11 @@ class GuardHeader:
             data["contender"] = True
         if self.postponed:
             data["postponed"] = self.postponed
+        if self.postponed_at is not None:
             data["postponed_at"] = self.postponed_at
         if local:
             data["token"] = self.token
+            data["received"] = self.received
             data["content_type"] = self.content_type
         return data
 
@@ -114,9 +119,14 @@ class GuardHeader:
         """The header of a retry: next generation, nothing postponed."""
         return replace(self, generation=self.generation + 1, published_at=now, postponed=0, postponed_at=None, contender=False, token=None)
 
-    def postponement(self, now: float) -> GuardHeader:
-        """The header of the message that takes this one's place after a refusal."""
-        first = self.postponed_at if self.postponed and self.postponed_at is not None else now
+    def postponement(self, now: float, busy_at: float | None = None) -> GuardHeader:
+        """The header of the message that takes this one's place after a refusal.
+
+        Args:
+            now: Time of this process.
+            busy_at: Time of the store when the lock was found busy; None for another reason.
+        """
+        first = busy_at if self.postponed_at is None else self.postponed_at
         return replace(self, generation=self.generation + 1, published_at=now, postponed=self.postponed + 1, postponed_at=first, contender=False, token=None)
 
     def copy(self, now: float) -> GuardHeader:

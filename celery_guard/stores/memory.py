@@ -132,7 +132,7 @@ class MemoryStore:
                         self._claims[request.claim] = ClaimRecord(request.owner, request.task_id, ClaimState.QUEUED, since_at, now + request.claim_ttl)
                     first = lock.live(now)[0]
                     retry_in = first.expires_at - now
-                    return BeginResult(BeginOutcome.BUSY, claim_lost=lost, holder_task_id=first.task_id or None, retry_in=retry_in, crashes=starts)
+                    return BeginResult(BeginOutcome.BUSY, claim_lost=lost, holder_task_id=first.task_id or None, retry_in=retry_in, crashes=starts, now_at=now)
                 lock.settle()
             self._record_run(request, starts, lost, now)
             if request.claim is not None and not others:
@@ -196,6 +196,9 @@ class MemoryStore:
         if claim is not None and not claim.may_end(request.owner, request.token):
             return False
         if request.claim_action is ClaimAction.REQUEUE:
+            run = self._live_run(request.owner, now)
+            if claim is None and run is not None and (run.finished or run.token != request.token):
+                return False  # another delivery of the message has run, or runs: nobody would give the claim back
             task_id, since_at = (claim.task_id, claim.since_at) if claim else (request.task_id, now)
             self._claims[request.claim] = ClaimRecord(request.owner, task_id, ClaimState.QUEUED, since_at, now + request.claim_ttl)
             return False

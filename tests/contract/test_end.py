@@ -120,6 +120,27 @@ def test_requeue_takes_a_missing_claim(verbs: Verbs, advance: Advance) -> None:
     assert verbs.life() == pytest.approx(99, abs=1)
 
 
+def test_late_requeue_takes_no_claim_of_a_finished_message(verbs: Verbs, advance: Advance) -> None:
+    """begin t1 | its process dies | copy runs as t2, and ends | the parent learns of the death: the message is done, its free claim stays free."""
+    verbs.claim()
+    verbs.begin(claim="r")
+    advance(LEASE + 1)
+    verbs.begin(token="t2", claim="r")
+    assert verbs.end(token="t2", claim="r", copies_expected=True).claim_released
+    verbs.end(claim="r", claim_action=ClaimAction.REQUEUE, crashed=True)
+    assert verbs.store.get_claim("r") is None
+
+
+def test_late_requeue_takes_no_claim_beside_a_running_copy(verbs: Verbs, advance: Advance) -> None:
+    """The same while the copy still runs and its claim is free, as with until="executing"."""
+    verbs.claim()
+    verbs.begin(claim="r", until="executing")
+    advance(LEASE + 1)
+    verbs.begin(token="t2", claim="r", until="executing")
+    verbs.end(claim="r", until="executing", claim_action=ClaimAction.REQUEUE, crashed=True)
+    assert verbs.store.get_claim("r") is None
+
+
 def test_requeue_leaves_no_marker(verbs: Verbs) -> None:
     """The message itself comes back as the same generation: a marker would drop it."""
     verbs.begin()

@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from celery.signals import task_postrun
 
 from celery_guard import GuardedTask, LockLost, Unique, WithoutOverlapping
 from celery_guard.dispatch import Message
@@ -25,6 +28,7 @@ LEASE = 3.0
 DELAYS = (0.1, 0.2, 0.3, 0.5)
 #: Longest time that a body waits for its file, so that no test leaves it behind.
 PATIENCE = 60.0
+PR_SET_PDEATHSIG = 1
 
 app = create_app(__name__, task_acks_late=True, task_reject_on_worker_lost=True, guard_lease=LEASE, guard_sweep_interval=1.0, result_extended=True)
 
@@ -106,6 +110,17 @@ def hold_for_a_lease(self, call, key, log, until):
 
 
 @guarded()
+def outlive(self, call, key, log, until):
+    """Go on when the main process is killed: on Linux Celery has its children killed with it (``set_pdeathsig``)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+    about = _begin(self, call, key, log)
+    _wait(self, until, log, about)
+    note(log, "end", **about)
+    return call
+
+
+@guarded()
 def keep_the_gil(self, call, key, log, seconds, until):
     """A call into C that does not let another thread run, like a regular expression or a sort."""
     about = _begin(self, call, key, log)
@@ -127,18 +142,29 @@ def spin(self, call, key, log, seconds):
 
 @guarded()
 def fork(self, call, key, log, until, grandchild_until):
-    """Fork a grandchild that outlives the body and the worker."""
+    """Fork a grandchild that may outlive the body and the worker, and leaves the body by an exception."""
     about = _begin(self, call, key, log)
     if os.fork() == 0:
         os.setsid()
+        _grandchildren.add(os.getpid())
         note(log, "grandchild", **about)
         deadline = time.monotonic() + PATIENCE
         while not Path(grandchild_until).exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         note(log, "grandchild ends", **about)
-        os._exit(0)
+        sys.exit()
     _wait(self, until, log, about)
     note(log, "end", **about)
+
+
+_grandchildren: set[int] = set()
+
+
+@task_postrun.connect
+def _end_grandchild(**_: Any) -> None:
+    """The guard has seen the exception; the pool's own code must not, which would report the end of the child."""
+    if os.getpid() in _grandchildren:
+        os._exit(0)
 
 
 @guarded(max_retries=3)

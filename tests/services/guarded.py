@@ -104,7 +104,7 @@ def _act(self: Any, label: str, how: str, extra: Any) -> str:
     elif verb == "error":
         raise ValueError(f"error of {label}")
     elif verb == "retry" and self.request.retries < int(number):
-        raise self.retry(countdown=float(extra if extra is not None else 0.1), max_retries=10)
+        raise self.retry(countdown=float(extra) if isinstance(extra, int | float) else 0.1, max_retries=10)
     elif verb == "exhaust":
         raise self.retry(countdown=0.1, max_retries=1)
     elif verb == "flaky" and self.request.retries < int(number):
@@ -192,5 +192,6 @@ lock_raise = guarded("lock_raise", unique=unique(), without_overlapping=lock(on_
 lock_patient = guarded("lock_patient", unique=unique(), without_overlapping=lock(delay=[0.2], give_up_after=1))
 lock_two = guarded("lock_two", without_overlapping=lock(limit=2))
 lock_whole = guarded("lock_whole", without_overlapping=lock(key="all"), max_retries=0)
+lock_slow_late = guarded("lock_slow_late", without_overlapping=lock(delay=[2]), **LATE)
 lock_brief = guarded("lock_brief", without_overlapping=lock(max_hold=LEASE))
 mixed = guarded("mixed", unique=unique(key="{label}:{extra}"), without_overlapping=lock())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import redis
+from celery import Celery
 from celery.exceptions import TimeoutError as NoResult
 
 from celery_guard import Guard
@@ -54,6 +55,8 @@ class Stage:
         self.environment = AppEnvironment(self.url, conf={"test_directory": str(self.directory), **conf})
         self.app: Any = load_app(module, self.environment)
         self._stack.callback(self._close_app)
+        _keep_subscriptions(self.app)
+        self.app.finalize()  # until then the app knows its tasks by their names only
         self.store = Guard(self.app).store
         self.workers: list[CeleryWorker] = []
         self._number = 0
@@ -67,14 +70,21 @@ class Stage:
         self._stack.close()
 
     def _close_app(self) -> None:
-        with suppress(Exception):
-            self.app.backend.result_consumer.stop()
-        with suppress(Exception):
-            self.app.backend.client.connection_pool.disconnect()
+        _close_backend(self.app)
         Guard(self.app).close()
         self.app.amqp.producer_pool.force_close_all()
         self.app.pool.force_close_all()
         self.app.close()
+
+    @contextmanager
+    def stranger(self, **conf: Any) -> Iterator[Any]:
+        """An app on the same broker that knows none of the tasks."""
+        app = Celery("stranger", broker=self.url, backend=self.url, set_as_current=False)
+        app.conf.update(conf)
+        _keep_subscriptions(app)
+        yield app
+        _close_backend(app)
+        app.close()
 
     def clear(self) -> None:
         """Forget what an earlier test may have left behind: claims, locks, messages."""
@@ -214,8 +224,9 @@ class Stage:
         return [json.loads(item)[0] for item in self.redis.hvals("unacked")]  # type: ignore[union-attr]
 
     def push(self, message: Mapping[str, Any], queue: str = "celery") -> None:
-        """Put a raw message into a queue."""
-        self.redis.lpush(queue, json.dumps(message))
+        """Put a raw message into a queue, as if it had been sent there."""
+        properties = {**message["properties"], "delivery_info": {"exchange": "", "routing_key": queue}}
+        self.redis.lpush(queue, json.dumps({**message, "properties": properties}))
 
     def drained(self, timeout: float = TIMEOUT) -> None:
         """Wait until no message waits anywhere."""
@@ -224,6 +235,27 @@ class Stage:
             return not self.queued() and not self.redis.hlen("unacked")
 
         wait_until(empty, timeout, lambda: f"no messages, but {len(self.queued())} queued, {self.redis.hlen('unacked')} unacknowledged{self.logs()}")
+
+
+def _keep_subscriptions(app: Any) -> None:
+    """Never unsubscribe from results.
+
+    Celery does so when a result is collected. That deadlocks when it happens during another such call
+    (5.4), and waits for twenty seconds where the server has gone.
+    """
+    app.conf.result_backend_thread_safe = True  # one backend for all threads
+    app.backend.remove_pending_result = _nothing
+
+
+def _close_backend(app: Any) -> None:
+    with suppress(Exception):
+        app.backend.result_consumer.stop()
+    with suppress(Exception):
+        app.backend.client.connection_pool.disconnect()
+
+
+def _nothing(result: Any) -> Any:
+    return result
 
 
 def decoded_body(message: Mapping[str, Any]) -> Any:

@@ -70,11 +70,14 @@ def test_successor_is_the_next_generation_with_a_clean_slate() -> None:
 
 
 def test_postponements_count_from_the_first() -> None:
-    """The patience of give_up_after starts with the first postponement."""
-    first = GuardHeader(owner="o", task_id="i").postponement(10.0)
-    second = first.postponement(20.0)
-    assert (first.postponed, first.postponed_at, second.postponed, second.postponed_at) == (1, 10.0, 2, 10.0)
-    assert second.generation == 2
+    """The patience of give_up_after starts when the lock was found busy first, in the time of the store: no two workers' clocks are compared."""
+    before = GuardHeader(owner="o", task_id="i").postponement(7.0)
+    first = before.postponement(3600.0, busy_at=10.0)
+    second = first.postponement(-3600.0, busy_at=20.0)
+    assert (before.postponed, before.postponed_at) == (1, None)
+    assert (first.postponed, first.postponed_at, second.postponed, second.postponed_at) == (2, 10.0, 3, 10.0)
+    assert second.generation == 3
+    assert GuardHeader.from_dict(second.to_dict()) == second
 
 
 def test_a_postponed_copy_stays_the_same_generation() -> None:

@@ -23,8 +23,8 @@ _BEGIN = (
     BeginOutcome.STALE,
     BeginOutcome.POISON,
 )
-#: What a short answer leaves unsaid: outcome, fence, claim lost, crashes, retry in, task id, state.
-_UNSAID: tuple[Any, ...] = (0, 0, 0, 0, -1, b"", 0)
+#: What a short answer leaves unsaid: outcome, fence, claim lost, crashes, retry in, task id, state, time.
+_UNSAID: tuple[Any, ...] = (0, 0, 0, 0, -1, b"", 0, 0)
 _EXTEND = (ExtendOutcome.HELD, ExtendOutcome.RETAKEN, ExtendOutcome.LOST)
 _CLAIM_LOST = 10
 #: Runs extended in one script; a process that holds more sends several, so that the server is not held up.
@@ -58,7 +58,7 @@ class RedisExecutions(RedisClaims):
             str(request.limit),
         )
         reply: list[Any] = self._link.run("begin", keys, args)
-        outcome, fence, lost, crashes, left, task_id, state = (*reply, *_UNSAID[len(reply) :])
+        outcome, fence, lost, crashes, left, task_id, state, now = (*reply, *_UNSAID[len(reply) :])
         return BeginResult(
             _BEGIN[outcome],
             fence=fence or None,
@@ -67,6 +67,7 @@ class RedisExecutions(RedisClaims):
             holder_state=CLAIM_STATES.get(state),
             retry_in=None if left < 0 else left / 1000,
             crashes=crashes,
+            now_at=now / 1000 or None,
         )
 
     def end(self, request: EndRequest) -> EndResult:

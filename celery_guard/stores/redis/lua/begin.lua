@@ -3,7 +3,7 @@
 --   with a lock: slots (sorted set), holders (hash), fence (string), index of locks (sorted set)
 -- ARGV 1 owner, 2 token, 3 generation, 4 task id, 5 worker, 6 lease (ms), 7 most crashes (-1: not counted), 8 crash memory (ms),
 --   9 claimed resource or '', 10 until, 11 claim ttl (ms), 12 contender 0/1, 13 locked resource or '', 14 limit
--- Returns {outcome, fence, claim lost 0/1, crashes, retry in (ms, -1 unknown), holder's task id, state of the claim in the way}.
+-- Returns {outcome, fence, claim lost 0/1, crashes, retry in (ms, -1 unknown), holder's task id, state of the claim in the way, time (ms) when busy}.
 local RUN, DUPLICATE, BUSY, COPY_RUNNING, COPY_FINISHED, PREDECESSOR, STALE, POISON = 0, 1, 2, 3, 4, 5, 6, 7
 local owner, token, generation, task_id = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local lease, most, claim_ttl = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[11])
@@ -44,7 +44,7 @@ if has_lock then
     if has_claim and not others then write_claim(claim_key, claims, ARGV[9], claim_ttl, QUEUED, claim and claim.since or now, owner, '', task_id) end
     local first = redis.call('ZRANGE', slots, 0, 0, 'WITHSCORES')
     local _, in_the_way = holder_of(holders, first[1])
-    return {BUSY, 0, lost, starts, first[2] - now, in_the_way}
+    return {BUSY, 0, lost, starts, first[2] - now, in_the_way, 0, now}
   end
   settle(slots, holders, locks, ARGV[13])
 end

@@ -8,12 +8,15 @@ local owner, token, action = ARGV[1], ARGV[2], ARGV[6]
 local has_claim, has_lock = ARGV[4] ~= '', ARGV[8] ~= ''
 local claim_key, claims, at = KEYS[2], KEYS[3], has_claim and 4 or 2
 local slot_released, claim_released, copy_seen = 0, 0, 0
+local run = read_run(KEYS[1])
 
 if has_claim and action ~= 'keep' then
   local claim = read_claim(claim_key)
   -- A claim that runs under another token is a later run's, even of the same owner: a late end must not free it.
   local ours = claim and claim.owner == owner and (claim.state ~= RUNNING or claim.token == token)
-  if action == 'requeue' and (ours or not claim) then
+  -- Nor is a free claim taken for a message that another delivery of it has run, or runs: nobody would give it back.
+  local settled = run and (run.state == FINISHED or run.token ~= token)
+  if action == 'requeue' and (ours or not claim and not settled) then
     local since, task_id = claim and claim.since or now, claim and claim.task_id or ARGV[12]
     write_claim(claim_key, claims, ARGV[4], tonumber(ARGV[7]), QUEUED, since, owner, '', task_id)
   elseif action == 'release' and ours then
@@ -35,7 +38,6 @@ if has_lock then
   settle(slots, holders, KEYS[at + 2], ARGV[8])
 end
 
-local run = read_run(KEYS[1])
 if run and run.token == token and run.state == GOING then
   copy_seen = run.mark
   if ARGV[9] == '1' then
