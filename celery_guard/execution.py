@@ -216,8 +216,11 @@ class Execution:
         continuation = bool(request.callbacks or request.errbacks or request.chord or request.group or request.chain is not None)
         decided = resolve_conflict(unique.on_conflict if unique is not None else "skip", continuation)
         fields: dict[str, Any] = {"task_id": self.run.task_id, "key": self.header.claim, "holder": result.holder_task_id, "state": str(result.holder_state)}
-        if result.holder_task_id == self.run.task_id and self._adopt(str(self.header.claim)):
-            return self.begin()
+        try:
+            if result.holder_task_id == self.run.task_id and self._adopt(str(self.header.claim)):
+                return self.begin()
+        except StoreUnavailable as exc:
+            return self._without_store(exc)
         if decided is Conflict.RUN:
             self.guard.announce("duplicate_continues", self.task, **fields)
             self.header = replace(self.header, claim=None, contender=False)
