@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+import redis
 
 from celery_guard.guard import Guard
 from tests.services import AppEnvironment, wait_until
@@ -31,8 +32,9 @@ def trace(tmp_path):
 class Killer:
     """Kills one child every second, and one whole worker every five, which it starts again."""
 
-    def __init__(self, workers, trace, seed):
+    def __init__(self, workers, trace, seed, in_transit):
         self.workers = workers
+        self.in_transit = in_transit
         self.trace = trace
         self.chance = random.Random(seed)
         self.children = self.whole = 0
@@ -51,8 +53,12 @@ class Killer:
         self.revive()
         now = time.monotonic()
         if now >= self.next_worker:
-            self.next_worker += 5
             worker = self.chance.choice(self.workers)
+            worker.kill(signal.SIGSTOP)
+            if self.in_transit():
+                worker.kill(signal.SIGCONT)
+                return
+            self.next_worker += 5
             pids = worker.child_pids()
             note(self.trace.path, "kill", pids=pids)
             worker.close()
@@ -86,7 +92,18 @@ def test_kills_never_let_more_runs_overlap_than_the_limit(name, limit, app_facto
     workers = [worker_factory(TASKS, concurrency=4) for _ in range(2)]
     task = app.tasks[f"{TASKS}.{name}"]
     results = [task.delay(f"c{n}", f"k{n % KEYS}", str(trace), seconds=chance.uniform(0.02, 0.2)) for n in range(CALLS)]
-    killer = Killer(workers, trace, seed)
+    broker = redis.Redis.from_url(app.conf.broker_url)
+
+    def in_transit():
+        """Waiting tasks that are in no list of the broker: kombu notes a message as unacknowledged some time after it took it, and a kill
+        in between loses it, guard or no guard (kombu/transport/redis.py, 5.4 to 5.7)."""
+        done = trace.calls("end")
+        with broker.pipeline(transaction=True) as pipe:
+            queued, unacked = pipe.lrange("celery", 0, -1).hvals("unacked").execute()
+        held = b"".join([*queued, *unacked])
+        return [result.id for number, result in enumerate(results) if f"c{number}" not in done and result.id.encode() not in held]
+
+    killer = Killer(workers, trace, seed, in_transit)
     started = time.monotonic()
 
     def ended():

@@ -94,8 +94,10 @@ def hold(self, call, key, log, until):
 @guarded(without_overlapping=WithoutOverlapping(key="{key}", lease=LEASE, delay=DELAYS, on_lost="abort"))
 def hold_or_abort(self, call, key, log, until):
     about = _begin(self, call, key, log)
+    deadline = time.monotonic() + PATIENCE
     try:
-        _wait(self, until, log, about)
+        while not Path(until).exists() and time.monotonic() < deadline:  # no check() here, whose own LockLost it would be mistaken for
+            time.sleep(0.01)
     except LockLost:
         note(log, "aborted", **about)
         raise

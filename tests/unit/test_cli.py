@@ -399,7 +399,7 @@ def test_explain_of_a_task_without_guard(call: Call) -> None:
     [
         (["shop.rebuidl", "1"], 2, "did you mean 'shop.rebuild'?"),
         (["rebuild", "1"], 2, "did you mean 'shop.rebuild'?"),
-        (["zzzzzz"], 2, "this app knows: shop.bare"),
+        (["zzzzzz"], 2, "shop.bare, shop."),
         (["shop.rebuild"], 1, "product_id"),
         (["shop.rebuild", "1", "nope=2"], 1, "nope"),
         (["shop.rebuild", "--kwargs", "[1]"], 2, "JSON object"),
