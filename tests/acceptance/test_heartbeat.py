@@ -242,11 +242,15 @@ def test_killed_connections_are_made_again(scene, locks):
             return {each["id"] for each in client.client_list() if each["name"] == name}
 
         gone: set[str] = set()
+
+        def new_connection() -> bool:
+            return bool(connections() - gone)
+
         for _ in range(3):
-            wait_until(lambda: connections() - gone, TIMEOUT, f"connection of {name}")
-            gone |= connections()
+            wait_until(new_connection, TIMEOUT, f"connection of {name}")
+            gone.update(connections())
             assert client.client_kill_filter(_type="normal", skipme=True) >= 1
-        wait_until(lambda: connections() - gone, TIMEOUT, f"connection of {name}")
+        wait_until(new_connection, TIMEOUT, f"connection of {name}")
     scene.renewed(LEASE / 3, "hold_or_abort")
     second = scene.dispatch("hold_or_abort", "second", scene.file("first"))
     scene.postponed(second)

@@ -1,7 +1,8 @@
 """Guarded tasks that tell what they do, to be killed, stopped and cut off from their servers.
 
 Each takes a name for the call, a key, and the log that ``trace`` reads. With a task id that begins
-with ``die-<point>-`` the process kills itself once at that point: see ``DYING_POINTS``.
+with ``die-<point>-`` the process kills itself once at that point: before or after a verb of the
+store (``before_begin``) or a publication (``after_send``).
 """
 
 from __future__ import annotations
@@ -200,10 +201,6 @@ def plain(self, call, log):
 
 
 # ------------------------------------------------------------------------- dying at a point
-
-#: Where a process may kill itself. The store's verbs and the publication of a message are all that
-#: happens between two systems; a body dies at whatever line it likes.
-DYING_POINTS = ("before_begin", "after_begin", "before_send", "after_send", "before_end", "after_end")
 
 
 def _die_if_told(point: str, task_id: str) -> None:
