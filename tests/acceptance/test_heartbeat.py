@@ -237,20 +237,16 @@ def test_killed_connections_are_made_again(scene, locks):
     started = scene.wait_for("start", "first")
     name = f"celery-guard:{started.pid}"
     with redis.Redis.from_url(locks.url()) as client:
-
-        def connections() -> set[str]:
-            return {each["id"] for each in client.client_list() if each["name"] == name}
-
         gone: set[str] = set()
 
-        def new_connection() -> bool:
-            return bool(connections() - gone)
+        def connections() -> set[str]:
+            """Those that the run's process has made since the last cut."""
+            return {each["id"] for each in client.client_list() if each["name"] == name} - gone
 
         for _ in range(3):
-            wait_until(new_connection, TIMEOUT, f"connection of {name}")
-            gone.update(connections())
+            gone |= wait_until(connections, TIMEOUT, f"connection of {name}")
             assert client.client_kill_filter(_type="normal", skipme=True) >= 1
-        wait_until(new_connection, TIMEOUT, f"connection of {name}")
+        wait_until(connections, TIMEOUT, f"connection of {name}")
     scene.renewed(LEASE / 3, "hold_or_abort")
     second = scene.dispatch("hold_or_abort", "second", scene.file("first"))
     scene.postponed(second)

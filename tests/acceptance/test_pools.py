@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +74,22 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def stages() -> Iterator[dict[str, Stage]]:
-    """One stage with one worker for each pool that was asked for."""
-    running: dict[str, Stage] = {}
-    yield running
-    for stage in running.values():
-        stage.__exit__()
+def stage_of() -> Iterator[Callable[[str], Stage]]:
+    """Gives each pool that is asked for one stage with one worker."""
+    with ExitStack() as stack:
+
+        @cache
+        def stage_of(pool: str) -> Stage:
+            stage = stack.enter_context(Stage(TASKS, broker_transport_options={"visibility_timeout": 3600}))
+            stage.worker(pool=pool, concurrency=TOGETHER[pool])
+            return stage
+
+        yield stage_of
 
 
 @pytest.fixture
-def scene(pool: str, stages: dict[str, Stage], tmp_path: Path) -> Scene:
-    if pool not in stages:
-        stage = stages[pool] = Stage(TASKS, broker_transport_options={"visibility_timeout": 3600})
-        stage.worker(pool=pool, concurrency=TOGETHER[pool])
-    return Scene(stages[pool], pool, tmp_path)
+def scene(pool: str, stage_of: Callable[[str], Stage], tmp_path: Path) -> Scene:
+    return Scene(stage_of(pool), pool, tmp_path)
 
 
 @pytest.mark.parametrize("pool", _pools("solo", "threads", "prefork", smoke="prefork"))

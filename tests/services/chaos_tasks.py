@@ -204,7 +204,7 @@ def plain(self, call, log):
 
 
 def _die_if_told(point: str, task_id: str) -> None:
-    """Kill this process, or with ``…-worker-`` in the id the whole worker, once for each id."""
+    """Kill this process, once for each id."""
     folder = os.environ.get("CHAOS_DEATHS")
     if folder is None or not task_id.startswith(f"die-{point}-"):
         return
@@ -214,8 +214,6 @@ def _die_if_told(point: str, task_id: str) -> None:
         return
     with suppress(KeyError):
         note(os.environ["CHAOS_LOG"], "kill", pids=[os.getpid()], point=point)
-    if "-worker-" in task_id:
-        os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
