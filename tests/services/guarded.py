@@ -92,6 +92,8 @@ def act(self: Any, label: str, how: str = "ok", extra: Any = None) -> str:
     try:
         return _act(self, label, how, extra)
     finally:
+        # retry(max_retries=…) leaves it on the task for every later autoretry of this process (celery/app/task.py, 5.4 to 5.7).
+        vars(self).pop("override_max_retries", None)
         note("end", label, id=self.request.id, task=self.name, lost=guard.lost)
 
 
