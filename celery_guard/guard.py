@@ -6,6 +6,7 @@ fork, so that no process uses another's connection or thread.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
 import logging
@@ -27,7 +28,7 @@ from celery_guard.errors import ConfigurationError, StoreUnavailable
 from celery_guard.heartbeat import Heartbeat
 from celery_guard.stores.protocols import GuardStore
 
-__all__ = ["Guard"]
+__all__ = ["FLUSH_TIMEOUT", "Guard", "flush_backlogs"]
 
 logger = logging.getLogger("celery_guard")
 
@@ -36,6 +37,8 @@ _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 _POSITIONAL = tuple(inspect.signature(Celery.send_task).parameters)[4:]
 #: Celery's own default (kombu/transport/redis.py, 5.3 to 5.7).
 DEFAULT_VISIBILITY_TIMEOUT = 3600.0
+#: Seconds that a process going down waits for what it still has to give back.
+FLUSH_TIMEOUT = 3.0
 
 
 class Guard:
@@ -276,6 +279,14 @@ def _first(url: Any) -> str:
 
 def _tls(options: Any) -> dict[str, Any]:
     return dict(cast("Mapping[str, Any]", options)) if isinstance(options, Mapping) else {}
+
+
+@atexit.register
+def flush_backlogs() -> None:
+    """Give back what this process still can: nobody else knows of a claim whose message was never sent, and it would live for its whole ttl."""
+    for guard in list(_guards):
+        if guard._backlog is not None:
+            guard._backlog.flush(FLUSH_TIMEOUT)
 
 
 def _after_fork() -> None:

@@ -12,7 +12,7 @@ from celery import signals
 from celery_guard.decisions import EndRequest
 from celery_guard.dispatch import header_of_request
 from celery_guard.errors import ConfigurationError, KeyDerivationError
-from celery_guard.guard import Guard
+from celery_guard.guard import Guard, flush_backlogs
 from celery_guard.policies.header import GuardHeader
 
 __all__ = ["connect"]
@@ -63,9 +63,15 @@ def _on_failure(sender: Any = None, **_: Any) -> None:
         Guard(sender.app).end_now(EndRequest(header.owner, header.token, header.generation, header.claim, header.until, claim_ttl=header.ttl))
 
 
+def _on_process_shutdown(**_: Any) -> None:
+    """A child of the pool ends: it leaves without what Python does at exit."""
+    flush_backlogs()
+
+
 def connect() -> None:
     """Connect the receivers; again is harmless."""
     signals.task_unknown.connect(_on_unknown, dispatch_uid="celery_guard.unknown", weak=False)
     signals.task_rejected.connect(_on_rejected, dispatch_uid="celery_guard.rejected", weak=False)
     signals.worker_ready.connect(_on_ready, dispatch_uid="celery_guard.ready", weak=False)
+    signals.worker_process_shutdown.connect(_on_process_shutdown, dispatch_uid="celery_guard.shutdown", weak=False)
     signals.task_failure.connect(_on_failure, dispatch_uid="celery_guard.failure", weak=False)

@@ -21,15 +21,12 @@ from celery_guard.decisions import ClaimAction, EndRequest
 from celery_guard.dispatch import header_of_request, new_token
 from celery_guard.errors import GuardError, StoreUnavailable
 from celery_guard.findings import startup_findings
-from celery_guard.guard import Guard
+from celery_guard.guard import FLUSH_TIMEOUT, Guard
 from celery_guard.policies.header import HEADER, GuardHeader
 
 __all__ = ["GuardStep", "GuardedRequest"]
 
 logger = logging.getLogger("celery_guard")
-
-#: Seconds that a worker going down waits for what it still has to give back.
-FLUSH_TIMEOUT = 3.0
 
 
 class GuardedRequest(Request):

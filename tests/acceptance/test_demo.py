@@ -65,7 +65,6 @@ class Demo:
     def wait_at_work(self) -> None:
         wait_until(lambda: self.is_at_work() or self.process.poll() is not None, 60, "the first job has begun")
         assert len(self.pids()) > 5  # demo, server, two workers with two children each
-        assert len(self.directories) == 2  # the server's and the one for logs
 
     def assert_nothing_is_left(self) -> None:
         def left() -> list[str]:
@@ -147,9 +146,9 @@ def test_piped_output_is_plain_lines_with_table_and_verdict(demo: Start) -> None
     assert output.rstrip().splitlines()[-1].startswith("OK: ")
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_demo_that_is_ended_in_mid_run_leaves_nothing_behind(demo: Start, number: signal.Signals, expected: int) -> None:
-    """Ctrl-C, a polite end and a hard one: no process and no temporary directory outlives the demo."""
+    """Ctrl-C and a hard end: no process and no temporary directory outlives the demo."""
     run = demo("--json")
     run.wait_at_work()
     run.process.send_signal(number)
