@@ -50,7 +50,8 @@ def task_findings(guard: Guard, task: Any) -> Iterator[str]:
             "Celery acknowledges it when its process is killed, and the job is lost; set task_reject_on_worker_lost=True"
         )
     timeout = guard.visibility_timeout
-    limit = task.time_limit or task.soft_time_limit
+    conf = guard.app.conf  # older Celery (5.4) leaves the settings to the worker: the task does not know them
+    limit = task.time_limit or conf.task_time_limit or task.soft_time_limit or conf.task_soft_time_limit
     if timeout is not None and task.acks_late and limit and limit > timeout:
         yield (
             f"task {task.name!r} may run for {limit:g} s, but the broker delivers it again after {timeout:g} s; "
